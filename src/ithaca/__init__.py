@@ -1,0 +1,63 @@
+"""Ithaca: attention across many devices, asynchronous, zero-copy, owned by contract. The public API, whole."""
+
+from ithaca.backends.interface import AttentionBackend, Capabilities
+from ithaca.backends.sdpa import SdpaBackend
+from ithaca.diffusers import parallelize
+from ithaca.errors import (
+    ClosureError,
+    ExchangeClosedError,
+    ExchangeUnavailableError,
+    GrowthError,
+    InvalidInputError,
+    IthacaError,
+    LeaseError,
+    PeerDiedError,
+    PeerRefusedError,
+    PeerTimeoutError,
+    PlanMismatchError,
+    RankFailedError,
+    UnsupportedError,
+)
+from ithaca.exchange.choice import exchange_for
+from ithaca.exchange.interface import Exchange, Lease
+from ithaca.geometry import Layout, Splits
+from ithaca.launch import RankPool, run_ranks
+from ithaca.plan import CallPlan, Lane
+from ithaca.strategies.ulysses import UlyssesAttention
+from ithaca.version import __version__
+
+__all__ = [
+    # one attention layer across ranks
+    "UlyssesAttention",
+    "parallelize",
+    "run_ranks",
+    "RankPool",
+    # attention on one rank
+    "AttentionBackend",
+    "Capabilities",
+    "SdpaBackend",
+    # between ranks
+    "exchange_for",
+    "Exchange",
+    "Lease",
+    # who holds what
+    "CallPlan",
+    "Lane",
+    "Layout",
+    "Splits",
+    # what can go wrong
+    "IthacaError",
+    "ClosureError",
+    "ExchangeClosedError",
+    "ExchangeUnavailableError",
+    "GrowthError",
+    "InvalidInputError",
+    "LeaseError",
+    "PeerDiedError",
+    "PeerRefusedError",
+    "PeerTimeoutError",
+    "PlanMismatchError",
+    "RankFailedError",
+    "UnsupportedError",
+    "__version__",
+]

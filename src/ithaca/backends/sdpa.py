@@ -1,0 +1,37 @@
+"""`torch.nn.functional.scaled_dot_product_attention` as a backend."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from ithaca.backends.interface import AttentionBackend, Capabilities
+from ithaca.geometry import Layout
+
+
+class SdpaBackend(AttentionBackend):
+    """PyTorch's own attention, whichever of its kernels PyTorch picks."""
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(
+            layout=Layout.HND,
+            dtypes=frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64}),
+            masks=True,
+            # In inference it reads its inputs, returns fresh memory and keeps nothing.
+            accepts_unowned_inputs=True,
+        )
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        mask: Tensor | None = None,
+        scale: float | None = None,
+        q_len: int,
+        kv_len: int,
+    ) -> Tensor:
+        return scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)

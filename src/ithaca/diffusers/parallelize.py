@@ -1,0 +1,86 @@
+"""`parallelize`: one call that spreads a diffusers model over the ranks of a group."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch import nn
+
+from ithaca.backends.interface import AttentionBackend
+from ithaca.backends.sdpa import SdpaBackend
+from ithaca.errors import InvalidInputError, IthacaError, UnsupportedError
+from ithaca.exchange.interface import Exchange
+from ithaca.strategies.ulysses import UlyssesAttention
+
+M = TypeVar("M")
+
+#: Class of the transformer to the module that knows it, which has ``install(model, attention, asynchronous)``.
+FAMILIES = {"WanTransformer3DModel": "ithaca.diffusers.wan"}
+
+
+def parallelize(
+    model_or_pipeline: M,
+    *,
+    ulysses_degree: int,
+    group: dist.ProcessGroup | None = None,
+    backend: AttentionBackend | None = None,
+    exchange: str | Exchange = "auto",
+    asynchronous: bool = True,
+) -> M:
+    """Spread a diffusers transformer, or every one in a pipeline, over ``ulysses_degree`` ranks. In place; returned.
+
+    Every rank calls this on the same model, and then runs it on the same inputs: each gets the whole output. The
+    group (the default one if None) has ``ulysses_degree`` ranks. ``backend`` (SDPA if None) runs the self-attention;
+    ``asynchronous`` lets V, Q and K leave one by one, each while the next is computed.
+
+    Raises `UnsupportedError` for a family that is not known and for a model that is parallelized already or has
+    attention processors of another kind.
+    """
+    ranks = dist.get_world_size(group) if dist.is_initialized() else 1
+    if ranks != ulysses_degree:
+        raise InvalidInputError(
+            f"ulysses_degree was required to be the size of its group, {ranks}; received {ulysses_degree}"
+        )
+    attention = UlyssesAttention(backend or SdpaBackend(), group, exchange)
+    for model in _transformers(model_or_pipeline):
+        if getattr(model, "_ithaca", None) is not None:
+            raise UnsupportedError(f"this {type(model).__name__} is parallelized already")
+        family = importlib.import_module(FAMILIES[type(model).__name__])
+        family.install(model, attention, asynchronous)
+        if ulysses_degree > 1:
+            from ithaca.diffusers.token_hooks import install_token_hooks
+
+            install_token_hooks(model, lambda: attention.exchange)
+            _tell_peers_of_errors(model, attention)
+        model._ithaca = attention  # type: ignore[assignment]
+    return model_or_pipeline
+
+
+def _transformers(model_or_pipeline: Any) -> list[nn.Module]:
+    parts = getattr(model_or_pipeline, "components", None)
+    candidates = list(parts.values()) if isinstance(parts, dict) else [model_or_pipeline]
+    found = [part for part in candidates if type(part).__name__ in FAMILIES]
+    if not found:
+        names = ", ".join(sorted({type(part).__name__ for part in candidates}))
+        raise UnsupportedError(f"a model of {', '.join(FAMILIES)} was required; received {names}")
+    return found
+
+
+def _tell_peers_of_errors(model: nn.Module, attention: UlyssesAttention) -> None:
+    """A model that raises between two calls would leave its peers waiting in the next one: enter it, and refuse."""
+    forward = model.forward
+
+    def told(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return forward(*args, **kwargs)
+        except IthacaError:  # came out of a call: they know
+            raise
+        except Exception as error:
+            with contextlib.suppress(IthacaError):  # peers that are gone need not be told
+                attention.exchange.refuse(f"{type(model).__name__}.forward raised {type(error).__name__}: {error}")
+            raise
+
+    model.forward = told

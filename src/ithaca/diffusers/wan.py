@@ -1,0 +1,91 @@
+"""Wan: self-attention across ranks, issued lane by lane; cross-attention stays local.
+
+Queries of the cross-attention are this rank's tokens and the text is whole on every rank, so it needs no exchange at
+all: diffusers' own processor runs there unchanged and not one byte moves.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from diffusers import WanTransformer3DModel
+from diffusers.models.transformers.transformer_wan import WanAttnProcessor
+from torch import Tensor, nn
+
+from ithaca.errors import UnsupportedError
+from ithaca.strategies.ulysses import UlyssesAttention
+
+
+class UlyssesWanProcessor:
+    """The processor of a Wan self-attention. ``asynchronous`` False computes Q, K and V before any of them leaves."""
+
+    def __init__(self, attention: UlyssesAttention, asynchronous: bool) -> None:
+        self.attention, self.asynchronous = attention, asynchronous
+
+    def __call__(
+        self,
+        attn: nn.Module,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        rotary_emb: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        compute_q, compute_k, compute_v = _projections(attn, hidden_states, rotary_emb)
+        to_out, dropout = attn.to_out  # type: ignore[misc]
+
+        def project_out(heads: Tensor) -> Tensor:
+            projected: Tensor = dropout(to_out(heads.flatten(2, 3)))
+            return projected
+
+        if self.asynchronous:
+            return self.attention.forward_async(
+                compute_q, compute_k, compute_v, project_out=project_out, mask=attention_mask
+            )
+        return project_out(self.attention(compute_q(), compute_k(), compute_v(), mask=attention_mask))
+
+
+def _projections(attn: Any, hidden_states: Tensor, rotary_emb: tuple[Tensor, Tensor] | None) -> Any:
+    """Closures for Q, K and V, each ``[B, S_local, H, D]``."""
+    if attn.fused_projections:
+        # One matmul gives all three: V's closure runs it, and what is left to overlap is norm and rotation.
+        fused: list[Tensor] = []
+
+        def part(i: int) -> Tensor:
+            if not fused:
+                fused.extend(attn.to_qkv(hidden_states).chunk(3, dim=-1))
+            return fused[i]
+
+        to_q, to_k, to_v = (partial(part, i) for i in range(3))
+    else:
+        to_q, to_k, to_v = (partial(linear, hidden_states) for linear in (attn.to_q, attn.to_k, attn.to_v))
+
+    def normed(project: Any, norm: nn.Module) -> Tensor:
+        heads = norm(project()).unflatten(2, (attn.heads, -1))
+        return heads if rotary_emb is None else _rotate(heads, *rotary_emb)
+
+    def value() -> Tensor:
+        heads: Tensor = to_v().unflatten(2, (attn.heads, -1))
+        return heads
+
+    return partial(normed, to_q, attn.norm_q), partial(normed, to_k, attn.norm_k), value
+
+
+def _rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding of interleaved pairs, as Wan has it; ``cos`` and ``sin`` are this rank's rows."""
+    even, odd = heads.unflatten(-1, (-1, 2)).unbind(-1)
+    cos, sin = cos[..., 0::2], sin[..., 1::2]
+    return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2).type_as(heads)
+
+
+def install(model: WanTransformer3DModel, attention: UlyssesAttention, asynchronous: bool) -> None:
+    """Give every self-attention of ``model`` its processor."""
+    for name, block in model.blocks.named_children():
+        if type(block.attn1.processor) is not WanAttnProcessor:
+            raise UnsupportedError(
+                f"blocks.{name}.attn1 was required to have diffusers' own WanAttnProcessor; "
+                f"it has {type(block.attn1.processor).__name__}"
+            )
+    for block in model.blocks:
+        block.attn1.set_processor(UlyssesWanProcessor(attention, asynchronous))

@@ -1,0 +1,185 @@
+"""How ranks agree on a call before a byte of it moves: one fixed-size header each, judged alike by all.
+
+Every rank reads the headers of all ranks and runs the same pure function over them, so the verdict is the same
+everywhere: either all go on with the same lanes, or all raise. A header can also carry a refusal, which is how a
+rank whose own input is bad, or whose closure raised, tells the others.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import torch
+
+from ithaca.errors import PeerRefusedError, PlanMismatchError
+from ithaca.geometry import Layout, Splits
+from ithaca.plan import Lane
+from ithaca.version import __version__
+
+HEADER_NBYTES = 1024
+MAX_LANES = 8
+
+#: What an exchange can carry; the place in this table is what travels.
+DTYPES = (
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float64,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.uint8,
+    torch.int8,
+    torch.int32,
+    torch.int64,
+    torch.bool,
+)
+
+_MAGIC = b"ITHC"
+_FIXED = struct.Struct("<4s16sqqBB16s64s96s")  # magic, version, call, step, lanes, gathered, digest, order, terms
+_CLAIM = struct.Struct("<16sBB4q")  # role, dtype, layout, shape
+_REFUSAL_NBYTES = HEADER_NBYTES - _FIXED.size - MAX_LANES * _CLAIM.size
+_LARGEST_DIM = 2**40
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What one rank says of its own tensor of one lane: the NHD shape ``[B, S_local, H, D]`` and how it wants it."""
+
+    role: str
+    dtype: torch.dtype
+    layout: Layout
+    shape: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.role} {list(self.shape)} {str(self.dtype).removeprefix('torch.')} into {self.layout.value}"
+
+
+@dataclass(frozen=True)
+class Header:
+    """What one rank says before one step of a call.
+
+    ``order`` is the issue order of the whole call, ``terms`` whatever else must be equal on all ranks (scale, mask),
+    ``gathered`` whether every rank gets all heads, ``digest`` that of the call plan where one is known, and
+    ``refusal`` why this rank won't go on ("" if it will).
+    """
+
+    call: int
+    step: int
+    order: tuple[str, ...]
+    claims: tuple[Claim, ...] = ()
+    gathered: bool = False
+    terms: str = ""
+    digest: bytes = bytes(16)
+    refusal: str = ""
+    version: str = __version__
+
+    def refused(self, reason: str) -> Header:
+        return replace(self, claims=(), digest=bytes(16), refusal=reason or "no reason given")
+
+    def __str__(self) -> str:
+        lanes = ", ".join(map(str, self.claims)) or (f"out of plan {self.digest.hex()}" if any(self.digest) else "no lane")
+        return f"{lanes} (call {self.call} step {self.step}, order {'-'.join(self.order)}, {self.terms or 'no terms'})"
+
+    def encode(self) -> bytes:
+        fixed = _FIXED.pack(
+            _MAGIC,
+            _clip(self.version, 16),
+            self.call,
+            self.step,
+            len(self.claims),
+            self.gathered,
+            self.digest,
+            _clip(",".join(self.order), 64),
+            _clip(self.terms, 96),
+        )
+        claims = b"".join(
+            _CLAIM.pack(_clip(c.role, 16), DTYPES.index(c.dtype), c.layout is Layout.HND, *c.shape) for c in self.claims
+        )
+        return (
+            fixed
+            + claims.ljust(MAX_LANES * _CLAIM.size, b"\0")
+            + _clip(self.refusal, _REFUSAL_NBYTES).ljust(_REFUSAL_NBYTES, b"\0")
+        )
+
+    @classmethod
+    def decode(cls, data: bytes, rank: int) -> Header:
+        """Read a header that came from ``rank``; whatever it holds, the result is valid or an error is raised."""
+
+        def broken(what: str) -> PlanMismatchError:
+            return PlanMismatchError(f"rank {rank} was required to send an Ithaca header; received {what}")
+
+        if len(data) != HEADER_NBYTES:
+            raise broken(f"{len(data)} bytes in place of {HEADER_NBYTES}")
+        magic, version, call, step, lanes, gathered, digest, order, terms = _FIXED.unpack_from(data)
+        if magic != _MAGIC:
+            raise broken(f"the magic {magic!r}")
+        if lanes > MAX_LANES:
+            raise broken(f"{lanes} lanes, more than {MAX_LANES}")
+        claims = []
+        for i in range(lanes):
+            role, dtype, layout, *shape = _CLAIM.unpack_from(data, _FIXED.size + i * _CLAIM.size)
+            if dtype >= len(DTYPES) or layout > 1 or not all(0 <= size <= _LARGEST_DIM for size in shape):
+                raise broken(f"dtype {dtype}, layout {layout}, shape {shape}")
+            claims.append(Claim(_text(role), DTYPES[dtype], Layout.HND if layout else Layout.NHD, tuple(shape)))
+        return cls(
+            call=call,
+            step=step,
+            order=tuple(_text(order).split(",")),
+            claims=tuple(claims),
+            gathered=bool(gathered),
+            terms=_text(terms),
+            digest=digest,
+            refusal=_text(data[-_REFUSAL_NBYTES:]),
+            version=_text(version),
+        )
+
+
+def settle(headers: Sequence[Header], rank: int) -> tuple[Lane, ...]:
+    """The lanes that the ranks agree on, or the error that every rank raises.
+
+    ``headers[r]`` is rank ``r``'s; ``rank`` is the one that asks, and only colours the message.
+    """
+    refusals = [f"rank {r} refused: {header.refusal}" for r, header in enumerate(headers) if header.refusal]
+    if refusals:
+        raise PeerRefusedError(f"call {headers[rank].call}, seen from rank {rank}: {'; '.join(refusals)}")
+    if len({_common(header) for header in headers}) > 1:
+        said = "; ".join(
+            f"rank {r} sent {header}" + (f" from Ithaca {header.version}" if header.version != __version__ else "")
+            for r, header in enumerate(headers)
+        )
+        raise PlanMismatchError(
+            f"all ranks were required to enter the same call, alike but for their number of tokens; "
+            f"received, on rank {rank}: {said}"
+        )
+    return _lanes(tuple(header.claims for header in headers), headers[0].gathered)
+
+
+def _common(header: Header) -> Header:
+    """The part of a header that must be equal on all ranks: all but the number of local tokens."""
+    return replace(header, claims=tuple(replace(c, shape=(c.shape[0], -1, *c.shape[2:])) for c in header.claims))
+
+
+@lru_cache(maxsize=1024)
+def _lanes(claims: tuple[tuple[Claim, ...], ...], gathered: bool) -> tuple[Lane, ...]:
+    lanes = []
+    for of_lane in zip(*claims, strict=True):
+        claim = of_lane[0]
+        batch, _, heads, head_dim = claim.shape
+        tokens = Splits(tuple(c.shape[1] for c in of_lane))
+        if gathered:
+            lanes.append(Lane.gathered(claim.role, claim.dtype, batch, head_dim, tokens, heads))
+        else:
+            shares = Splits.even(heads, len(claims))
+            lanes.append(Lane.inward(claim.role, claim.dtype, claim.layout, batch, head_dim, tokens, shares))
+    return tuple(lanes)
+
+
+def _clip(text: str, nbytes: int) -> bytes:
+    return text.encode()[:nbytes]
+
+
+def _text(data: bytes) -> str:
+    return data.rstrip(b"\0").decode(errors="replace")

@@ -1,0 +1,152 @@
+"""Which exchange serves a process group: chosen alike on all ranks, made once, and told in one log line.
+
+The ranks put what they ask for and where they run under one key of the group's store, read what the others put, and
+run one pure function over it. So a rank that asks for something else is an error on all ranks, not a hang.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import weakref
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ithaca.errors import ExchangeUnavailableError, InvalidInputError, PlanMismatchError
+from ithaca.exchange.collective import CollectiveExchange
+from ithaca.exchange.copy_stream import COPY_MODES
+from ithaca.exchange.interface import Exchange
+from ithaca.exchange.peer_memory.handshake import put_facts, read_facts
+from ithaca.exchange.peer_memory.host import HostPeerMemory
+from ithaca.exchange.slots import SlotExchange
+from ithaca.version import __version__
+
+log = logging.getLogger("ithaca")
+
+EXCHANGES = ("auto", "slots", "collective")
+DEFAULT_TIMEOUT = 60.0
+
+
+def deadline_seconds() -> float:
+    """How long a rank waits for a peer: ``ITHACA_TIMEOUT`` in seconds, 60 by default."""
+    text = os.environ.get("ITHACA_TIMEOUT", "")
+    try:
+        seconds = float(text or DEFAULT_TIMEOUT)
+    except ValueError:
+        seconds = -1.0
+    if not 0 < seconds < float("inf"):
+        raise InvalidInputError(f"ITHACA_TIMEOUT was required to be a number of seconds above zero; received {text!r}")
+    return seconds
+
+
+def host_facts() -> dict[str, Any]:
+    """Where this process runs, as far as slots care; ``missing`` names what the system lacks for them."""
+    facts: dict[str, Any] = {"missing": [], "host": sys.platform}
+    for name in ("memfd_create", "eventfd", "pidfd_open"):
+        if not hasattr(os, name):
+            facts["missing"].append(name)
+    try:
+        facts["host"] = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        # Abstract sockets belong to a network namespace, process numbers to a process namespace.
+        facts["spaces"] = [os.stat(f"/proc/self/ns/{space}").st_ino for space in ("net", "pid")]
+        facts["user"] = os.getuid()
+    except (OSError, AttributeError):
+        facts["missing"].append("/proc")
+    return facts
+
+
+def choose(facts: list[dict[str, Any]]) -> tuple[str, str]:
+    """The kind of exchange and the reason, from what the ranks of a group said of themselves."""
+    for key in ("version", "want", "copy"):
+        if len({f[key] for f in facts}) > 1:
+            said = ", ".join(f"rank {rank}: {f[key]!r}" for rank, f in enumerate(facts))
+            raise PlanMismatchError(f"all ranks were required to ask for the same {key} of exchange; received {said}")
+    hindrance = _hindrance(facts)
+    want = facts[0]["want"]
+    if want == "collective":
+        return "collective", "asked for"
+    if want == "slots" and hindrance:
+        raise ExchangeUnavailableError(f"slots were asked for, but {hindrance}")
+    if hindrance:
+        return "collective", hindrance
+    return "slots", "asked for" if want == "slots" else "all ranks are on one Linux host and the tensors on CPU"
+
+
+def _hindrance(facts: list[dict[str, Any]]) -> str:
+    for rank, f in enumerate(facts):
+        if f["device"] != "cpu":
+            return f"rank {rank} has its tensors on {f['device']}"
+        if f["missing"]:
+            return f"rank {rank} runs without {', '.join(f['missing'])}"
+        for key, what in (("host", "host"), ("spaces", "network or process namespace"), ("user", "user")):
+            if f[key] != facts[0][key]:
+                return f"rank {rank} is of another {what} than rank 0"
+    return ""
+
+
+@dataclass
+class _GroupState:
+    """What this process has made for one process group."""
+
+    chosen: dict[tuple[str, str, str], Exchange] = field(default_factory=dict)
+    made: dict[str, Exchange] = field(default_factory=dict)
+    #: Counts the rounds over the store; equal on all ranks, since all make the same choices in the same order.
+    rounds: int = 0
+
+
+_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, _GroupState] = weakref.WeakKeyDictionary()
+
+
+def exchange_for(
+    group: dist.ProcessGroup | None = None,
+    want: str = "auto",
+    *,
+    copy: str = "auto",
+    device: torch.device = torch.device("cpu"),  # noqa: B008
+) -> Exchange:
+    """The exchange of ``group`` (the default group if None). Collective the first time, then a look-up.
+
+    ``want``: "auto" takes slots where all ranks are on one Linux host with CPU tensors, else the collective; "slots"
+    and "collective" force one. ``copy`` says where slots' copies run: "thread", "inline", or "auto", a thread where
+    every rank has a core to spare for it.
+    """
+    if want not in EXCHANGES or copy not in COPY_MODES:
+        raise InvalidInputError(
+            f"the exchange was required to be one of {EXCHANGES} and its copies one of {COPY_MODES}; "
+            f"received {want!r} and {copy!r}"
+        )
+    pg = group if group is not None else dist.group.WORLD
+    if pg is None:
+        raise InvalidInputError("an exchange was required to have a process group; torch.distributed has none")
+    state = _groups.setdefault(pg, _GroupState())
+    asked = (want, copy, device.type)
+    if asked not in state.chosen:
+        state.chosen[asked] = _make(pg, state, want, copy, device)
+    return state.chosen[asked]
+
+
+def _make(pg: dist.ProcessGroup, state: _GroupState, want: str, copy: str, device: torch.device) -> Exchange:
+    rank, world_size, timeout = dist.get_rank(pg), dist.get_world_size(pg), deadline_seconds()
+    store, key = pg.get_group_store(), f"ithaca/exchange/{state.rounds}"
+    state.rounds += 1
+    said = {**host_facts(), "want": want, "copy": copy, "device": device.type, "version": __version__}
+    put_facts(store, key, rank, said)
+    kind, reason = choose(read_facts(store, key, rank, world_size, timeout, "the choice of an exchange"))
+    made = f"{kind} {copy}" if kind == "slots" else f"{kind} {device}"
+    if made not in state.made:
+        exchange: Exchange
+        if kind == "slots":
+            memory = HostPeerMemory.connect(rank, world_size, store, f"{key}/peers", timeout)
+            exchange = SlotExchange(memory, timeout, copy)
+        else:
+            exchange = CollectiveExchange(pg, device, timeout)
+        exchange.reason = reason
+        state.made[made] = exchange
+        weakref.finalize(pg, exchange.destroy)  # runs at the interpreter's exit too
+        log.log(logging.INFO if rank == 0 else logging.DEBUG, "exchange of %d ranks: %s (%s)", world_size, kind, reason)
+    return state.made[made]

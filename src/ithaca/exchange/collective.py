@@ -1,0 +1,214 @@
+"""`CollectiveExchange`: the same calls over ``all_to_all_single`` of any torch.distributed backend.
+
+Shares travel as bytes, packed per receiver, so that every dtype can go and gloo cannot mistake one for another. The
+receive buffer is rank-major: only NHD with a batch of one can be read where it lies; all else is assembled once.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ithaca.errors import ExchangeClosedError, LeaseError, PeerDiedError, PeerTimeoutError, UnsupportedError
+from ithaca.exchange.agreement import HEADER_NBYTES, Header, settle
+from ithaca.exchange.interface import Call, Exchange, Lease
+from ithaca.geometry import Layout
+from ithaca.plan import Lane
+
+_TAG = 0x17ACA  # keeps headers apart from the caller's own messages, where the backend has tags
+
+
+class CollectiveExchange(Exchange):
+    """The exchange over a process group's own collectives: other hosts, macOS, NCCL."""
+
+    kind = "collective"
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, timeout: float) -> None:
+        super().__init__(dist.get_rank(group), dist.get_world_size(group), timeout)
+        self.device = device
+        self._group = weakref.ref(group)  # the group owns its exchange, not the other way round
+        self._buffers: dict[str, Tensor] = {}
+        self._leased: set[str] = set()
+
+    def _new_call(self, header: Header, layout: Layout) -> Call:
+        return _CollectiveCall(self, header, layout)
+
+    def _shut(self, error: BaseException | None) -> None:
+        self._buffers.clear()
+
+    def check(self, role: str, tensor: Tensor) -> None:
+        super().check(role, tensor)
+        if tensor.device.type != self.device.type:
+            raise UnsupportedError(
+                f"rank {self.rank}: this exchange was made for {self.device}; received lane {role} on {tensor.device}"
+            )
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        group = self._group()
+        if group is None:
+            raise ExchangeClosedError(f"rank {self.rank}: the process group of this exchange was destroyed")
+        return group
+
+    # -- what a call uses ------------------------------------------------------------------------------------------
+
+    def buffer(self, name: str, nbytes: int) -> Tensor:
+        """The first ``nbytes`` of a buffer that stays for the next call, and grows as needed."""
+        held = self._buffers.get(name)
+        if held is None or held.numel() < nbytes:
+            held = self._buffers[name] = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        return held[:nbytes]
+
+    def agree(self, header: Header) -> list[Header]:
+        """One round of headers, point to point, so that the rank that stays away can be named."""
+        mine = torch.frombuffer(bytearray(header.encode()), dtype=torch.uint8).to(self.device)
+        theirs = {r: torch.empty_like(mine) for r in range(self.world_size) if r != self.rank}
+        ops = [
+            dist.P2POp(op, tensor, group=self.group, tag=_TAG, group_peer=rank)
+            for rank, received in theirs.items()
+            for op, tensor in ((dist.isend, mine), (dist.irecv, received))
+        ]
+        self.counters.header_rounds += 1
+        what = f"its header of call {header.call} step {header.step}"
+        works = dist.batch_isend_irecv(ops)
+        # One work an operation (gloo), or one for the whole batch (NCCL).
+        who = [(r,) for r in theirs for _ in range(2)] if len(works) == len(ops) else [tuple(theirs)] * len(works)
+        for ranks, work in zip(who, works, strict=True):
+            self.complete(work, ranks, what)
+        return [
+            header if rank == self.rank else Header.decode(bytes(theirs[rank].tolist()), rank)
+            for rank in range(self.world_size)
+        ]
+
+    def complete(self, work: dist.Work, ranks: Sequence[int], what: str) -> None:
+        """Wait for ``work`` within the deadline."""
+        try:
+            work.wait(timedelta(seconds=self.timeout))
+        except RuntimeError as error:
+            text = f"rank {self.rank} expected {what} of rank(s) {sorted(ranks)}; the process group said: {error}"
+            timed_out = "timed out" in str(error).lower() or "timeout" in str(error).lower()
+            raise (PeerTimeoutError if timed_out else PeerDiedError)(text) from error
+
+    def take(self, role: str) -> None:
+        if role in self._leased:
+            raise LeaseError(f"rank {self.rank}: lane {role} was received while the lease of its buffer is out")
+        self._leased.add(role)
+
+    def give_back(self, role: str) -> None:
+        self._leased.discard(role)
+
+
+class _Flight:
+    """A lane under way: what it sends and receives, and the work that does it."""
+
+    def __init__(self, exchange: CollectiveExchange, lane: Lane, tensor: Tensor, header: Header | None = None) -> None:
+        self.exchange, self.lane, self.head = exchange, lane, HEADER_NBYTES if header else 0
+        exchange.take(lane.role)
+        me, everyone = exchange.rank, range(exchange.world_size)
+        self.sizes = [self.head + lane.share_nbytes(source, me) for source in everyone]
+        out_sizes = [self.head + lane.share_nbytes(me, dest) for dest in everyone]
+        sent = exchange.buffer(f"send {lane.role}", sum(out_sizes))
+        self.received = exchange.buffer(f"receive {lane.role}", sum(self.sizes))
+        for dest, chunk in enumerate(torch.split(sent, out_sizes)):
+            if header:
+                chunk[: self.head] = torch.frombuffer(bytearray(header.encode()), dtype=torch.uint8)
+            if tensor.numel():
+                share = lane.take(tensor, me, dest, Layout.NHD)
+                chunk[self.head :].view(lane.dtype).view(share.shape).copy_(share)
+        self.work = dist.all_to_all_single(
+            self.received, sent, self.sizes, out_sizes, group=exchange.group, async_op=True
+        )
+        exchange.counters.bytes_moved += lane.moved_nbytes(me)
+
+    def land(self, call: int) -> None:
+        exchange = self.exchange
+        others = [rank for rank in range(exchange.world_size) if rank != exchange.rank]
+        exchange.complete(self.work, others, f"its share of lane {self.lane.role} of call {call}")
+
+    def headers(self) -> list[Header]:
+        return [
+            Header.decode(bytes(chunk[: self.head].tolist()), source)
+            for source, chunk in enumerate(torch.split(self.received, self.sizes))
+        ]
+
+    def tensor(self) -> tuple[Tensor, bool]:
+        """What has arrived, in the lane's layout; and whether it still lies in the receive buffer."""
+        lane, me = self.lane, self.exchange.rank
+        if lane.batch == 1 and lane.layout is Layout.NHD and not self.head and self._gathers_tokens():
+            return self.received.view(lane.dtype).view(lane.slot_shape(me)), True
+        whole = torch.empty(lane.slot_shape(me), dtype=lane.dtype, device=self.received.device)
+        for source, chunk in enumerate(torch.split(self.received, self.sizes)):
+            share = chunk[self.head :].view(lane.dtype).view(lane.share_shape(source, me))
+            lane.place(whole, source, me).copy_(share)
+        return whole, False
+
+    def _gathers_tokens(self) -> bool:
+        """Whether the shares of all ranks follow one another along the tokens."""
+        return all(
+            len(self.lane.share(source, self.exchange.rank).heads) == len(self.lane.wants[self.exchange.rank].heads)
+            or not self.lane.share_nbytes(source, self.exchange.rank)
+            for source in range(self.exchange.world_size)
+        )
+
+
+class _CollectiveCall(Call):
+    _exchange: CollectiveExchange
+
+    def __init__(self, exchange: CollectiveExchange, header: Header, layout: Layout) -> None:
+        super().__init__(exchange, header, layout)
+        self._flights: list[_Flight] = []
+
+    def _push(self, header: Header, tensors: dict[str, Tensor]) -> None:
+        for lane in settle(self._exchange.agree(header), self._exchange.rank):
+            self.lanes.append(lane)
+            self._flights.append(_Flight(self._exchange, lane, tensors[lane.role]))
+
+    def _wait(self) -> Lease:
+        self._land()
+        return self._lease()
+
+    def _land(self) -> None:
+        for flight in self._flights:
+            flight.land(self._header.call)
+
+    def _lease(self) -> Lease:
+        landed, self._flights = self._flights, []
+        tensors, unowned = {}, set()
+        for flight in landed:
+            tensors[flight.lane.role], in_place = flight.tensor()
+            if in_place:
+                unowned.add(flight.lane.role)
+        return Lease(tensors, frozenset(unowned), lambda: self._give_back(landed))
+
+    def _give_back(self, flights: list[_Flight]) -> None:
+        for flight in flights:
+            self._exchange.give_back(flight.lane.role)
+
+    def _push_out(self, header: Header, lane: Lane, out: Tensor) -> None:
+        # Its header rides on the data: by now all ranks know all sizes, and a second round would cost its latency.
+        self._flights.append(_Flight(self._exchange, lane, out, header))
+
+    def _wait_out(self) -> Lease:
+        self._land()
+        settle_out = self._flights[0].headers()
+        settle(settle_out, self._exchange.rank)
+        return self._lease()
+
+    def _refuse(self, reason: str) -> None:
+        header = self._next_header().refused(reason)
+        if self.plan is None:
+            settle(self._exchange.agree(header), self._exchange.rank)
+        else:
+            nothing = torch.empty(0, dtype=self.plan.out.dtype)
+            self._flights.append(_Flight(self._exchange, self.plan.out, nothing, header))
+            self._wait_out()
+
+    def _drain(self) -> None:
+        self._land()
+        landed, self._flights = self._flights, []
+        self._give_back(landed)

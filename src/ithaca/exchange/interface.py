@@ -1,0 +1,293 @@
+"""The exchange of one process group: calls, their lanes, and the lease of what has arrived.
+
+    with exchange.call(("v", "q", "k"), layout) as call:
+        call.push(v=v)                   # each leaves at once
+        call.push(q=q, k=k)              # several lanes may share one agreement
+        with call.wait() as inputs:      # a lease of all lanes
+            out = attend(inputs["q"], inputs["k"], inputs["v"])
+        call.push_out(out, layout)       # after release: peers may write the slots again
+        with call.wait_out() as home:
+            result = home["out"].clone()
+
+An error inside the block is told to the other ranks in place of the next header, so that all leave the call
+together and the exchange stays usable; an error that nobody can agree on any more closes it on all ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from types import TracebackType
+
+import torch
+from torch import Tensor
+
+from ithaca.errors import (
+    ExchangeClosedError,
+    GrowthError,
+    InvalidInputError,
+    LeaseError,
+    PeerDiedError,
+    PeerRefusedError,
+    PeerTimeoutError,
+    PlanMismatchError,
+    UnsupportedError,
+)
+from ithaca.exchange.agreement import DTYPES, Claim, Header
+from ithaca.geometry import Layout
+from ithaca.plan import CallPlan, Lane, as_nhd
+
+#: Errors that every rank of the group raises alike, at the same step: after them the exchange goes on.
+AGREED = (PlanMismatchError, PeerRefusedError, GrowthError)
+_FATAL = (PeerDiedError, PeerTimeoutError, ExchangeClosedError)
+
+
+class Lease:
+    """The right to read a set of filled slots. Ends with `release()`, or with its ``with`` block.
+
+    ``lease[role]`` is the tensor of a lane, in the lane's layout. Where ``unowned`` names the role, it lies in memory
+    that PyTorch does not own and that peers write again after the release.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor], unowned: frozenset[str], give_back: Callable[[], None]) -> None:
+        self._tensors, self.unowned = dict(tensors), unowned
+        self._give_back: Callable[[], None] | None = give_back
+
+    def __getitem__(self, role: str) -> Tensor:
+        if self._give_back is None:
+            raise LeaseError(f"lane {role} was asked for after its lease was released")
+        return self._tensors[role]
+
+    def own(self) -> dict[str, Tensor]:
+        """Copies of all lanes that outlive the lease; tensors that PyTorch owns already are not copied again."""
+        return {role: self[role].clone() if role in self.unowned else self[role] for role in self._tensors}
+
+    def release(self) -> None:
+        """Let go of the slots and tell the peers. Once; a second call does nothing."""
+        if self._give_back is not None:
+            give_back, self._give_back = self._give_back, None
+            self._tensors.clear()
+            give_back()
+
+    def __enter__(self) -> Lease:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.release()
+
+
+@dataclass
+class Counters:
+    """What an exchange has done on this rank since it was made."""
+
+    calls: int = 0
+    header_rounds: int = 0  #: agreements that cost a collective; zero on slots
+    bytes_moved: int = 0  #: payload sent to other ranks
+
+
+class Exchange(ABC):
+    """The exchange of one process group, shared by all attention layers that use the group."""
+
+    #: "slots" or "collective".
+    kind: str
+
+    def __init__(self, rank: int, world_size: int, timeout: float) -> None:
+        self.rank, self.world_size, self.timeout = rank, world_size, timeout
+        #: Why this exchange serves the group, in words.
+        self.reason = ""
+        self.counters = Counters()
+        self._number = 0
+        self._current: Call | None = None
+        self._ended: BaseException | None = None
+        self._entering = threading.Lock()
+
+    def call(self, order: tuple[str, ...], layout: Layout, *, gathered: bool = False, terms: str = "") -> Call:
+        """Begin a call that will push the lanes of ``order``, received in ``layout``; use it as a ``with`` block.
+
+        ``gathered``: every rank receives all heads (a plain gather over the tokens, without a way home). ``terms`` is
+        text that must be equal on all ranks. Refused while another call of the group is under way.
+        """
+        with self._entering:
+            if self._current is not None:
+                raise InvalidInputError(
+                    f"rank {self.rank}: one call at a time was required of a group; this one began inside another "
+                    f"(a closure of it, or a second thread)"
+                )
+            if self._ended is not None:
+                raise ExchangeClosedError(
+                    f"rank {self.rank}: the exchange was closed by an earlier error: "
+                    f"{type(self._ended).__name__}: {self._ended}"
+                ) from self._ended
+            call = self._new_call(
+                Header(call=self._number, step=0, order=order, gathered=gathered, terms=terms), layout
+            )
+            self._number += 1
+            self._current = call
+        self.counters.calls += 1
+        return call
+
+    @abstractmethod
+    def _new_call(self, header: Header, layout: Layout) -> Call: ...
+
+    @abstractmethod
+    def _shut(self, error: BaseException | None) -> None:
+        """End all that runs and give everything back; tell the peers ``error``, if any, where that can be done."""
+
+    def check(self, role: str, tensor: Tensor) -> None:
+        """Raise unless this exchange can carry ``tensor`` as a lane."""
+        if tensor.dim() != 4:
+            raise InvalidInputError(
+                f"rank {self.rank}: lane {role} was required to be [B, S_local, H, D]; received {list(tensor.shape)}"
+            )
+        if tensor.layout is not torch.strided or tensor.dtype not in DTYPES:
+            raise UnsupportedError(
+                f"rank {self.rank}: lane {role} was required to be a dense tensor of one of "
+                f"{', '.join(str(d).removeprefix('torch.') for d in DTYPES)}; received {tensor.layout} {tensor.dtype}"
+            )
+
+    def refuse(self, reason: str) -> None:
+        """Enter the call that the peers are in, or will enter next, only to tell them why this rank won't take part.
+
+        Blocks until they are there. They raise `PeerRefusedError`; then the exchange goes on.
+        """
+        with self.call((), Layout.NHD) as call, contextlib.suppress(*AGREED):
+            call._refuse(reason)
+
+    def destroy(self) -> None:
+        """Give everything back. A peer that still expects something of this rank gets an error; others do not."""
+        if self._ended is None:
+            self._ended = ExchangeClosedError(f"rank {self.rank} called destroy()")
+            self._shut(None)
+
+    def _close(self, error: BaseException) -> None:
+        if self._ended is None:
+            self._ended = error
+            self._shut(error)
+
+
+class Call(ABC):
+    """One call on this rank. See the module for its order of events."""
+
+    def __init__(self, exchange: Exchange, header: Header, layout: Layout) -> None:
+        self._exchange, self._header, self._layout = exchange, header, layout
+        self._pushed: list[str] = []
+        self._leases: list[Lease] = []
+        #: Lanes that all ranks agreed on, in issue order; the output's last.
+        self.lanes: list[Lane] = []
+        #: Known once all input lanes are.
+        self.plan: CallPlan | None = None
+        #: Whether every rank has all that it needs of this one: an error from then on is this rank's own affair.
+        self._complete = False
+
+    # -- what a strategy calls --------------------------------------------------------------------------------------
+
+    def push(self, **tensors: Tensor) -> None:
+        """Send ``[B, S_local, H, D]`` tensors on their way, under one agreement; each is borrowed until `wait`."""
+        due = self._header.order[len(self._pushed) : len(self._pushed) + len(tensors)]
+        if tuple(tensors) != due:
+            raise InvalidInputError(
+                f"rank {self._exchange.rank}: lanes {due} were due in the order {self._header.order}; "
+                f"received {tuple(tensors)}"
+            )
+        claims = []
+        for role, tensor in tensors.items():
+            self._exchange.check(role, tensor)
+            claims.append(Claim(role, tensor.dtype, self._layout, tuple(tensor.shape)))
+        self._pushed.extend(tensors)
+        # Detached: the copies may run on another thread, where grad mode is on by default.
+        self._push(self._next_header(claims=tuple(claims)), {role: t.detach() for role, t in tensors.items()})
+
+    def wait(self) -> Lease:
+        """Block until all lanes of the call have arrived from all ranks; the sources are free again."""
+        lease = self._leased(self._wait())
+        if self._header.gathered:
+            self._complete = True
+        else:
+            self.plan = CallPlan.attention(tuple(self.lanes))
+        return lease
+
+    def push_out(self, out: Tensor, layout: Layout) -> None:
+        """Send this rank's heads home: all tokens of the queries, in ``layout``; borrowed until `wait_out`."""
+        if self.plan is None:
+            raise InvalidInputError("the output was pushed before the inputs had been waited for")
+        rank, lane = self._exchange.rank, self.plan.out
+        required = lane.holds[rank].shape(layout, lane.batch, lane.head_dim)
+        if tuple(out.shape) != required or out.dtype != lane.dtype:
+            raise InvalidInputError(
+                f"rank {rank}: the backend was required to return {list(required)} {lane.dtype}; "
+                f"received {list(out.shape)} {out.dtype}"
+            )
+        header = self._next_header(digest=self.plan.digest)
+        self._push_out(header, lane, as_nhd(out.detach(), layout))
+
+    def wait_out(self) -> Lease:
+        """Block until all heads of this rank's queries are home: ``lease["out"]`` is ``[B, S_local, H, D]``."""
+        lease = self._leased(self._wait_out())
+        self._complete = True
+        return lease
+
+    # -- what an exchange implements ---------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _push(self, header: Header, tensors: dict[str, Tensor]) -> None: ...
+
+    @abstractmethod
+    def _wait(self) -> Lease: ...
+
+    @abstractmethod
+    def _push_out(self, header: Header, lane: Lane, out: Tensor) -> None: ...
+
+    @abstractmethod
+    def _wait_out(self) -> Lease: ...
+
+    @abstractmethod
+    def _refuse(self, reason: str) -> None:
+        """Finish what was pushed, then take part in the next step with a refusal. Raises the verdict."""
+
+    @abstractmethod
+    def _drain(self) -> None:
+        """Take what has arrived of agreed lanes and was not leased, and give its slots back."""
+
+    # -- the end of a call -------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Call:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        exchange = self._exchange
+        try:
+            if error is not None and exchange._ended is None:
+                self._leave(error)
+        finally:
+            for lease in self._leases:
+                lease.release()
+            exchange._current = None
+
+    def _leave(self, error: BaseException) -> None:
+        """Bring all ranks out of a call that failed here, or close the exchange where that can't be done."""
+        exchange = self._exchange
+        try:
+            for lease in self._leases:
+                lease.release()
+            if not isinstance(error, AGREED):
+                if not isinstance(error, Exception) or isinstance(error, _FATAL):
+                    exchange._close(error)
+                    return
+                if not self._complete:
+                    with contextlib.suppress(*AGREED):  # the verdict: this rank has the error that it came with
+                        self._refuse(f"{type(error).__name__}: {error}")
+            self._drain()
+        except Exception as fatal:  # peers that do not come to the meeting: nothing to agree on any more
+            exchange._close(fatal)
+
+    def _leased(self, lease: Lease) -> Lease:
+        self._leases.append(lease)
+        return lease
+
+    def _next_header(self, claims: tuple[Claim, ...] = (), digest: bytes = bytes(16)) -> Header:
+        header = replace(self._header, claims=claims, digest=digest)
+        self._header = replace(self._header, step=self._header.step + 1)
+        return header

@@ -1,0 +1,356 @@
+"""Peer memory between CPU ranks of one Linux host: memfd, eventfd, pidfd, and one Unix socket a pair.
+
+Nothing here has a name in any file system, so nothing can be left behind and no other user can open it. Memory is
+sealed against resizing before it is handed over, so that a peer cannot make this rank fault. It is never unmapped
+by hand: ``mmap.close`` succeeds under a living tensor, whose next read would then be a segmentation fault; the last
+tensor over a mapping ends it.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import select
+import socket
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.distributed import Store
+
+from ithaca import errors
+from ithaca.errors import ExchangeClosedError, GrowthError, IthacaError, PeerDiedError, PeerTimeoutError
+from ithaca.exchange.peer_memory.handshake import Peer, connect_peers
+from ithaca.exchange.peer_memory.interface import Message, PeerMemory, Signal, Wait
+
+_MESSAGE_NBYTES = 4096
+_HEADER, _GROWTH, _MAPPED, _ABORT = b"H", b"G", b"M", b"A"
+_GROWTH_FORMAT = struct.Struct("<16sqq?")  # role, generation, capacity, whether this rank could
+_MAPPED_FORMAT = struct.Struct("<q?")  # generation, whether this rank could
+#: Which errors keep their type when a rank passes on why it gave up.
+_CONTAGIOUS = ("PeerDiedError", "PeerTimeoutError")
+# Python 3.10 to 3.13 do not all name these; values from linux/fcntl.h.
+_F_ADD_SEALS, _SEALS = 1033, 0x1 | 0x2 | 0x4  # no more seals, no shrinking, no growing
+
+
+@dataclass
+class _Segment:
+    """One lane's slot on one rank, mapped here."""
+
+    memory: mmap.mmap
+    capacity: int
+
+
+@dataclass
+class _Channel:
+    """All that this rank holds for one lane: every rank's slot, and the eventfds both ways."""
+
+    segments: list[_Segment] = field(default_factory=list)
+    #: ``mine[signal][rank]`` is what I wait on for ``rank``; ``theirs[signal][rank]`` is what ``rank`` waits on for me.
+    mine: dict[Signal, dict[int, int]] = field(default_factory=dict)
+    theirs: dict[Signal, dict[int, int]] = field(default_factory=dict)
+
+    def close(self) -> None:
+        for table in (*self.mine.values(), *self.theirs.values()):
+            for fd in table.values():
+                os.close(fd)
+        self.mine, self.theirs, self.segments = {}, {}, []
+
+
+class HostPeerMemory(PeerMemory):
+    """See the module. Made by `connect`, which is collective over the group whose store it is given."""
+
+    def __init__(self, rank: int, world_size: int, peers: dict[int, Peer], timeout: float) -> None:
+        self.rank, self.world_size, self.generation = rank, world_size, 0
+        self.timeout = timeout
+        self._peers = peers
+        self._channels: dict[str, _Channel] = {}
+        self._inbox: dict[Message, dict[int, deque[tuple[bytes, list[int]]]]] = {
+            kind: {r: deque() for r in range(world_size)} for kind in Message
+        }
+        self._hung_up: set[int] = set()
+        self._ended = self._closed = False
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        # A credit may be given by one thread while another closes: the descriptor must not be reused in between.
+        self._closing = threading.Lock()
+
+    @classmethod
+    def connect(cls, rank: int, world_size: int, store: Store, key: str, timeout: float) -> HostPeerMemory:
+        """``key`` is the store's prefix for this set-up, equal on all ranks and used once."""
+        return cls(rank, world_size, connect_peers(rank, world_size, store, key, timeout), timeout)
+
+    # -- announcements ---------------------------------------------------------------------------------------------
+
+    def announce(self, header: bytes) -> None:
+        self._inbox[Message.HEADER][self.rank].append((header, []))
+        for rank in self._peers:
+            self._send(rank, _HEADER + header)
+
+    def announcement(self, rank: int) -> bytes:
+        return self._inbox[Message.HEADER][rank].popleft()[0]
+
+    # -- slots -----------------------------------------------------------------------------------------------------
+
+    def capacity(self, role: str) -> tuple[int, ...]:
+        channel = self._channels.get(role)
+        return tuple(s.capacity for s in channel.segments) if channel else (0,) * self.world_size
+
+    def slot(self, rank: int, role: str, nbytes: int) -> Tensor:
+        if nbytes == 0:  # a `frombuffer` of count zero raises
+            return torch.empty(0, dtype=torch.uint8)
+        return torch.frombuffer(self._channels[role].segments[rank].memory, dtype=torch.uint8, count=nbytes)
+
+    def grow(self, role: str, capacities: tuple[int, ...]) -> None:
+        """Two rounds over the sockets: everybody's descriptors, then everybody's word that they are mapped."""
+        opened: list[int] = []
+        received: list[int] = []
+        try:
+            self._commit(role, capacities, opened, received)
+        except BaseException:
+            for fd in (*opened, *received):
+                os.close(fd)
+            raise
+
+    def _commit(self, role: str, capacities: tuple[int, ...], opened: list[int], received: list[int]) -> None:
+        first = role not in self._channels
+        generation = self.generation + 1
+        problem = ""
+        segments: dict[int, _Segment] = {}
+        mine: dict[Signal, dict[int, int]] = {signal: {} for signal in Signal}
+        theirs: dict[Signal, dict[int, int]] = {signal: {} for signal in Signal}
+        memory_fd = -1
+        try:
+            memory_fd = _allocate(max(1, capacities[self.rank]))
+            segments[self.rank] = _map(memory_fd, capacities[self.rank])
+            if first:
+                for rank in range(self.world_size):
+                    for signal in Signal:
+                        fd = os.eventfd(signal is Signal.CREDIT, os.EFD_SEMAPHORE | os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+                        opened.append(fd)
+                        mine[signal][rank] = fd
+                        if rank == self.rank:
+                            theirs[signal][rank] = os.dup(fd)
+                            opened.append(theirs[signal][rank])
+        except OSError as error:
+            problem = f"rank {self.rank} could not make {capacities[self.rank]} bytes for lane {role}: {error}"
+        head = _GROWTH_FORMAT.pack(role.encode(), generation, capacities[self.rank], not problem)
+        try:
+            for rank in self._peers:
+                fds = [] if problem else [memory_fd, *(mine[signal][rank] for signal in Signal if first)]
+                self._send(rank, _GROWTH + head + problem.encode()[:1024], fds)
+        finally:
+            if memory_fd >= 0:
+                os.close(memory_fd)
+
+        for rank, (payload, fds) in self._growth_round(role, "its new memory").items():
+            received.extend(fds)
+            their_role, their_generation, capacity, fine = _GROWTH_FORMAT.unpack_from(payload, 1)
+            expected = (role.encode(), generation, capacities[rank])
+            if not fine:
+                problem = problem or payload[1 + _GROWTH_FORMAT.size :].decode(errors="replace")
+            elif (their_role.rstrip(b"\0"), their_generation, capacity) != expected or len(fds) != (3 if first else 1):
+                problem = problem or f"rank {self.rank} required {expected} of rank {rank}, received {payload[:80]!r}"
+            elif not problem:
+                try:
+                    segments[rank] = _map(fds[0], capacity)
+                    for signal, fd in zip(Signal, fds[1:], strict=False):
+                        theirs[signal][rank] = fd
+                except (OSError, ValueError) as error:
+                    problem = f"rank {self.rank} could not map the memory of rank {rank}: {error}"
+        for rank in self._peers:
+            self._send(rank, _MAPPED + _MAPPED_FORMAT.pack(generation, not problem) + problem.encode()[:1024])
+        for rank, (payload, _) in self._growth_round(role, "its word that memory is mapped").items():
+            if _MAPPED_FORMAT.unpack_from(payload, 1) != (generation, True):
+                problem = problem or f"rank {rank}: {payload[1 + _MAPPED_FORMAT.size :].decode(errors='replace')}"
+        self.generation = generation
+        if problem:
+            raise GrowthError(
+                f"lane {role} could not grow to {capacities} bytes, seen from rank {self.rank}: {problem}"
+            )
+
+        in_use = {fd for table in theirs.values() for fd in table.values()}
+        for fd in received:
+            if fd not in in_use:
+                os.close(fd)
+        channel = self._channels.setdefault(role, _Channel(mine=mine, theirs=theirs))
+        channel.segments = [segments[rank] for rank in range(self.world_size)]
+
+    def _growth_round(self, role: str, what: str) -> dict[int, tuple[bytes, list[int]]]:
+        wait = Wait(Message.GROWTH, role, set(self._peers), f"{what} for lane {role}")
+        self.wait(wait, block=True)
+        return {rank: self._inbox[Message.GROWTH][rank].popleft() for rank in self._peers}
+
+    # -- signals ---------------------------------------------------------------------------------------------------
+
+    def signal(self, signal: Signal, role: str, ranks: Iterable[int]) -> None:
+        with self._closing:
+            if not self._closed:  # else there is nobody left to tell
+                for rank in ranks:
+                    os.eventfd_write(self._channels[role].theirs[signal][rank], 1)
+
+    def wait(self, wait: Wait, *, block: bool) -> bool:
+        deadline = time.monotonic() + self.timeout
+        while True:
+            self._take(wait)
+            if not wait.pending:
+                return True
+            remaining = deadline - time.monotonic() if block else 0.0
+            if block and remaining <= 0:
+                raise PeerTimeoutError(
+                    f"rank {self.rank} waited {self.timeout:g} s for {wait.expecting} "
+                    f"from rank(s) {sorted(wait.pending)}"
+                )
+            if not self._poll(wait, remaining) and not block:
+                return False
+
+    def _take(self, wait: Wait) -> None:
+        if self._ended:
+            raise ExchangeClosedError(f"rank {self.rank} closed the exchange while it waited for {wait.expecting}")
+        for rank in tuple(wait.pending):
+            if isinstance(wait.kind, Message):
+                taken = bool(self._inbox[wait.kind][rank])
+            else:
+                try:
+                    os.eventfd_read(self._channels[wait.role].mine[wait.kind][rank])
+                    taken = True
+                except BlockingIOError:
+                    taken = False
+            if taken:
+                wait.pending.discard(rank)
+
+    def _poll(self, wait: Wait, seconds: float) -> bool:
+        """Sleep until something that matters to ``wait`` may have come; False where nothing did in time."""
+        poller = select.poll()
+        poller.register(self._wake, select.POLLIN)
+        sockets: dict[int, int] = {}
+        deaths: dict[int, int] = {}
+        for rank, peer in self._peers.items():
+            if rank not in self._hung_up:
+                sockets[peer.socket.fileno()] = rank
+                poller.register(peer.socket.fileno(), select.POLLIN)
+            if rank in wait.pending:
+                deaths[peer.pidfd] = rank
+                poller.register(peer.pidfd, select.POLLIN)
+        if isinstance(wait.kind, Signal):
+            for rank in wait.pending:
+                poller.register(self._channels[wait.role].mine[wait.kind][rank], select.POLLIN)
+        events = poller.poll(max(0.0, seconds) * 1000)
+        for fd, _ in events:
+            if fd in sockets:
+                self._receive(sockets[fd])
+        gone = {deaths[fd] for fd, _ in events if fd in deaths} | (self._hung_up & wait.pending)
+        if gone:
+            for rank in gone - self._hung_up:
+                self._receive(rank)
+            self._take(wait)  # what it said before its end still counts
+            for rank in sorted(gone & wait.pending):
+                raise PeerDiedError(
+                    f"rank {rank} (process gone, or its exchange closed) was expected to send {wait.expecting}; "
+                    f"seen from rank {self.rank}"
+                )
+        return bool(events)
+
+    # -- sockets ---------------------------------------------------------------------------------------------------
+
+    def _send(self, rank: int, message: bytes, fds: list[int] | None = None) -> None:
+        """A peer that is gone is not told; the wait for its answer names it."""
+        connection = self._peers[rank].socket
+        deadline = time.monotonic() + self.timeout
+        while True:
+            try:
+                socket.send_fds(connection, [message], fds or [])
+                return
+            except BlockingIOError:
+                poller = select.poll()
+                poller.register(connection.fileno(), select.POLLOUT)
+                if not poller.poll(max(0.0, deadline - time.monotonic()) * 1000):
+                    raise PeerTimeoutError(
+                        f"rank {rank} did not read what rank {self.rank} sent it for {self.timeout:g} s"
+                    ) from None
+            except OSError as error:
+                if error.errno not in (errno.EPIPE, errno.ECONNRESET, errno.EBADF):
+                    raise
+                return
+
+    def _receive(self, rank: int) -> None:
+        """Sort what ``rank`` has sent so far; an abort is raised at once."""
+        while rank not in self._hung_up:
+            try:
+                message, fds, _, _ = socket.recv_fds(self._peers[rank].socket, _MESSAGE_NBYTES, 4)
+            except BlockingIOError:
+                return
+            except OSError:
+                message, fds = b"", []
+            kind = message[:1]
+            if kind == _HEADER:
+                self._inbox[Message.HEADER][rank].append((message[1:], []))
+            elif (
+                kind in (_GROWTH, _MAPPED)
+                and len(message) > (_GROWTH_FORMAT if kind == _GROWTH else _MAPPED_FORMAT).size
+            ):
+                self._inbox[Message.GROWTH][rank].append((message, fds))
+            else:
+                for fd in fds:
+                    os.close(fd)
+                if kind == _ABORT:
+                    name, _, text = message[1:].decode(errors="replace").partition(":")
+                    error: type[IthacaError] = getattr(errors, name) if name in _CONTAGIOUS else ExchangeClosedError
+                    raise error(f"rank {rank} gave up: {text}")
+                self._hung_up.add(rank)  # closed, or not one of ours
+
+    # -- the end ---------------------------------------------------------------------------------------------------
+
+    def abort(self, error: BaseException) -> None:
+        message = _ABORT + f"{type(error).__name__}:{error}".encode()[: _MESSAGE_NBYTES // 2]
+        for peer in self._peers.values():
+            try:
+                peer.socket.send(message)
+            except OSError:
+                continue  # gone, or not reading: its own deadline tells it
+
+    def interrupt(self) -> None:
+        self._ended = True
+        os.eventfd_write(self._wake, 1)
+
+    def close(self) -> None:
+        with self._closing:
+            if self._closed:
+                return
+            self._closed = self._ended = True
+            for channel in self._channels.values():
+                channel.close()
+        for queue in self._inbox[Message.GROWTH].values():
+            for _, fds in queue:
+                for fd in fds:
+                    os.close(fd)
+            queue.clear()
+        for peer in self._peers.values():
+            peer.close()
+        os.close(self._wake)
+
+
+def _allocate(nbytes: int) -> int:
+    """A memfd whose pages exist: without that, a full machine kills with SIGBUS at the first write, not here."""
+    fd = os.memfd_create("ithaca", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, nbytes)
+        os.posix_fallocate(fd, 0, nbytes)
+        fcntl.fcntl(fd, _F_ADD_SEALS, _SEALS)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _map(fd: int, capacity: int) -> _Segment:
+    nbytes = max(1, capacity)
+    if os.fstat(fd).st_size < nbytes:
+        raise ValueError(f"{nbytes} bytes were required, the descriptor holds {os.fstat(fd).st_size}")
+    return _Segment(mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)), capacity)

@@ -1,0 +1,165 @@
+"""The call plan: what one call does on *all* ranks, frozen and hashed.
+
+Receive memory, its growth, byte counts, the copies that a rank makes and the agreement between ranks all derive
+from it. Nothing here knows of torch.distributed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass
+
+import torch
+
+from ithaca.errors import InvalidInputError
+from ithaca.geometry import Block, Layout, Splits
+
+#: The lane that brings the heads home.
+OUT = "out"
+#: Pieces of receive memory start on such boundaries: a shift of 12 bytes changes the bits of fp32 SDPA.
+ALIGNMENT = 64
+
+
+@dataclass(frozen=True)
+class Lane:
+    """One tensor of a call on its way between ranks: what each holds before and wants after.
+
+    ``layout`` is that of the receiver's slot. ``holds[r]`` and ``wants[r]`` are rank ``r``'s rectangles of the
+    global grid of tokens by heads.
+    """
+
+    role: str
+    dtype: torch.dtype
+    layout: Layout
+    batch: int
+    head_dim: int
+    holds: tuple[Block, ...]
+    wants: tuple[Block, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.holds) != len(self.wants) or self.batch < 0 or self.head_dim < 0:
+            raise InvalidInputError(
+                f"a lane was required to have a block held and wanted for every rank, and sizes >= 0; received {self}"
+            )
+
+    @classmethod
+    def inward(
+        cls, role: str, dtype: torch.dtype, layout: Layout, batch: int, head_dim: int, tokens: Splits, heads: Splits
+    ) -> Lane:
+        """Ulysses' first turn: my tokens of all heads become all tokens of my heads (arXiv:2309.14509)."""
+        return cls(
+            role=role,
+            dtype=dtype,
+            layout=layout,
+            batch=batch,
+            head_dim=head_dim,
+            holds=tuple(Block(mine, heads.whole) for mine in tokens.spans),
+            wants=tuple(Block(tokens.whole, mine) for mine in heads.spans),
+        )
+
+    @classmethod
+    def gathered(cls, role: str, dtype: torch.dtype, batch: int, head_dim: int, tokens: Splits, heads: int) -> Lane:
+        """Everybody's tokens of all heads, on every rank."""
+        whole = Splits((heads,)).whole
+        return cls(
+            role=role,
+            dtype=dtype,
+            layout=Layout.NHD,
+            batch=batch,
+            head_dim=head_dim,
+            holds=tuple(Block(mine, whole) for mine in tokens.spans),
+            wants=(Block(tokens.whole, whole),) * len(tokens.sizes),
+        )
+
+    def homeward(self, head_dim: int) -> Lane:
+        """The output lane of a call whose queries took this one: the same turn, back, into NHD."""
+        return Lane(
+            role=OUT,
+            dtype=self.dtype,
+            layout=Layout.NHD,
+            batch=self.batch,
+            head_dim=head_dim,
+            holds=self.wants,
+            wants=self.holds,
+        )
+
+    @property
+    def ranks(self) -> int:
+        return len(self.holds)
+
+    def local_shape(self, rank: int) -> tuple[int, int, int, int]:
+        """NHD shape of what ``rank`` holds before the exchange."""
+        return self.holds[rank].shape(Layout.NHD, self.batch, self.head_dim)
+
+    def slot_shape(self, rank: int) -> tuple[int, int, int, int]:
+        """Shape, in the lane's layout, of what ``rank`` has after the exchange."""
+        return self.wants[rank].shape(self.layout, self.batch, self.head_dim)
+
+    def slot_nbytes(self, rank: int) -> int:
+        return math.prod(self.slot_shape(rank)) * self.dtype.itemsize
+
+    def share(self, source: int, dest: int) -> Block:
+        """What ``source`` sends to ``dest``."""
+        return self.holds[source] & self.wants[dest]
+
+    def share_shape(self, source: int, dest: int) -> tuple[int, int, int, int]:
+        """NHD shape of that share."""
+        return self.share(source, dest).shape(Layout.NHD, self.batch, self.head_dim)
+
+    def share_nbytes(self, source: int, dest: int) -> int:
+        return math.prod(self.share_shape(source, dest)) * self.dtype.itemsize
+
+    def take(self, tensor: torch.Tensor, source: int, dest: int, layout: Layout) -> torch.Tensor:
+        """The view of the share for ``dest`` in ``tensor``, which ``source`` holds in ``layout``; NHD."""
+        return as_nhd(tensor[self.share(source, dest).index(self.holds[source], layout)], layout)
+
+    def place(self, slot: torch.Tensor, source: int, dest: int) -> torch.Tensor:
+        """The view of ``dest``'s ``slot`` where the share of ``source`` lands; NHD."""
+        return as_nhd(slot[self.share(source, dest).index(self.wants[dest], self.layout)], self.layout)
+
+    def moved_nbytes(self, source: int) -> int:
+        """Bytes that ``source`` sends to other ranks."""
+        return sum(self.share_nbytes(source, dest) for dest in range(self.ranks) if dest != source)
+
+
+@dataclass(frozen=True)
+class CallPlan:
+    """One attention call on all ranks: the lanes in issue order, and the output's way home."""
+
+    lanes: tuple[Lane, ...]
+    out: Lane
+
+    @classmethod
+    def attention(cls, lanes: tuple[Lane, ...]) -> CallPlan:
+        """The plan of a call with the inward lanes ``q``, ``k``, ``v`` (in any order)."""
+        role = {lane.role: lane for lane in lanes}
+        q, k, v = (role[name] for name in ("q", "k", "v"))
+        if k.holds != v.holds or k.wants != v.wants:
+            raise InvalidInputError(
+                f"keys and values were required to have the same tokens and heads on every rank; received {k} and {v}"
+            )
+        return cls(lanes=lanes, out=q.homeward(v.head_dim))
+
+    @property
+    def ranks(self) -> int:
+        return self.out.ranks
+
+    @property
+    def digest(self) -> bytes:
+        """16 bytes that are equal on two ranks only if their plans are."""
+        return hashlib.blake2b(repr(self).encode(), digest_size=16).digest()
+
+    def moved_nbytes(self, source: int) -> int:
+        """Bytes that ``source`` sends to other ranks in the whole call."""
+        return sum(lane.moved_nbytes(source) for lane in (*self.lanes, self.out))
+
+
+def as_nhd(tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """``tensor`` of ``layout`` seen as NHD; the same call turns NHD into ``layout``."""
+    return tensor if layout is Layout.NHD else tensor.transpose(1, 2)
+
+
+def aligned(nbytes: int) -> int:
+    """``nbytes`` rounded up to the next boundary."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT

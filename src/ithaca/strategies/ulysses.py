@@ -1,0 +1,274 @@
+"""Ulysses attention (arXiv:2309.14509): whole sequences for a slice of the heads, and back.
+
+    attn = UlyssesAttention(SdpaBackend())
+    out = attn(q, k, v)                                          # all [B, S_local, H, D]
+    out = attn.forward_async(compute_q, compute_k, compute_v)    # V leaves while Q is computed
+
+Asynchronous issue of V, Q and K follows TensorRT-LLM's visual_gen; the lease that ends before the output leaves is
+Ithaca's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ithaca.backends.interface import AttentionBackend
+from ithaca.errors import ClosureError, InvalidInputError, IthacaError, UnsupportedError
+from ithaca.exchange.choice import EXCHANGES, exchange_for
+from ithaca.exchange.interface import Call, Exchange
+from ithaca.plan import OUT, as_nhd
+
+Compute = Callable[[], Tensor]
+
+ROLES = ("q", "k", "v")
+
+
+class UlyssesAttention:
+    """One backend across the ranks of a group. Every rank of the group makes the same calls in the same order.
+
+    ``group`` is the default group if None; without torch.distributed, or in a group of one, a call is a plain call of
+    the backend. ``exchange`` is "auto", "slots" or "collective" (see `exchange_for`), or an exchange already made. The
+    exchange is set up on the first call, collectively.
+    """
+
+    def __init__(
+        self, backend: AttentionBackend, group: dist.ProcessGroup | None = None, exchange: str | Exchange = "auto"
+    ) -> None:
+        if isinstance(exchange, str) and exchange not in EXCHANGES:
+            raise InvalidInputError(f"exchange was required to be one of {EXCHANGES}; received {exchange!r}")
+        self.backend, self.group = backend, group
+        distributed = dist.is_available() and dist.is_initialized()
+        self.ulysses_degree = dist.get_world_size(group) if distributed else 1
+        self._exchange = exchange
+
+    @property
+    def exchange(self) -> Exchange:
+        """The exchange in use; ``.reason`` says why this one. Set up here if no call has done so: collective."""
+        return self._resolve(self._device({}))
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None, scale: float | None = None
+    ) -> Tensor:
+        """Attention over the whole sequence.
+
+        ``q``, ``k``, ``v``: ``[B, S_local, H, D]``, this rank's tokens of all heads. Lengths may differ between ranks,
+        and those of ``k`` and ``v`` from that of ``q``; ranks are in the order of their tokens. ``mask``: None, or the
+        same tensor on every rank, ``[B, S_kv]`` or ``[B | 1, H | 1, S_q, S_kv]`` over the whole lengths, boolean (True
+        takes part) or additive. Returns ``[B, S_local, H, D]``, owned by the caller.
+
+        Raises an `IthacaError` on every rank of the group, within the deadline, whatever the fault and wherever.
+        """
+        return self._run({"q": q, "k": k, "v": v}, ROLES, None, mask, scale, at_once=True)
+
+    def forward_async(
+        self,
+        compute_q: Compute,
+        compute_k: Compute,
+        compute_v: Compute,
+        *,
+        issue_order: Sequence[str] = ("v", "q", "k"),
+        project_out: Callable[[Tensor], Tensor] | None = None,
+        mask: Tensor | None = None,
+        scale: float | None = None,
+    ) -> Tensor:
+        """The same, over tensors that are not there yet.
+
+        The closures run in ``issue_order``, and each result ``[B, S_local, H, D]`` is on its way while the next one
+        runs; it must stay as it is until this returns. The order changes no result. ``("q", "k", "v")``, with K and V
+        of another length, is cross-attention. ``project_out`` is given the returned heads ``[B, S_local, H, D]`` while
+        they still lie in the slot, and its result, which must not share memory with them, is returned: that saves the
+        copy that the caller would get otherwise.
+        """
+        computes = {"q": compute_q, "k": compute_k, "v": compute_v}
+        return self._run(computes, tuple(issue_order), project_out, mask, scale, at_once=False)
+
+    # -- one call ----------------------------------------------------------------------------------------------------
+
+    def _run(
+        self,
+        given: dict[str, Tensor] | dict[str, Compute],
+        order: tuple[str, ...],
+        project_out: Callable[[Tensor], Tensor] | None,
+        mask: Tensor | None,
+        scale: float | None,
+        *,
+        at_once: bool,
+    ) -> Tensor:
+        made: dict[str, Tensor] = {}
+
+        def compute(role: str) -> Tensor:
+            made[role] = self._compute(role, given[role], made, mask)
+            return made[role]
+
+        if self.ulysses_degree == 1:
+            _check_order(order)
+            for role in order:
+                compute(role)
+            return self._alone(made, project_out, mask, scale)
+        layout = self.backend.capabilities.layout
+        # Everything that can be wrong on one rank is found inside the call: there the other ranks learn of it.
+        with self._resolve(self._device(given)).call(order, layout, terms=_terms(mask, scale)) as call:
+            _check_order(order)
+            if at_once:
+                call.push(**{role: compute(role) for role in order})
+            else:
+                for role in order:
+                    call.push(**{role: compute(role)})
+            out = self._attend(call, made, mask, scale)
+            call.push_out(out, layout)
+            with call.wait_out() as home:
+                return self._bring_home(home[OUT], OUT in home.unowned, project_out)
+
+    def _compute(self, role: str, given: Tensor | Compute, made: dict[str, Tensor], mask: Tensor | None) -> Tensor:
+        """The tensor of a lane, checked against the backend and the lanes before it."""
+        if isinstance(given, Tensor):
+            tensor = given
+        else:
+            try:
+                tensor = given()
+            except IthacaError:
+                raise
+            except Exception as error:
+                raise ClosureError(f"compute_{role} raised {type(error).__name__}: {error}") from error
+            if not isinstance(tensor, Tensor):
+                raise ClosureError(f"compute_{role} was required to return a tensor; received {type(tensor).__name__}")
+        capabilities = self.backend.capabilities
+        if tensor.dim() != 4:
+            raise InvalidInputError(f"{role} was required to be [B, S_local, H, D]; received {list(tensor.shape)}")
+        if tensor.dtype not in capabilities.dtypes:
+            raise UnsupportedError(
+                f"{type(self.backend).__name__} was required to attend in {tensor.dtype}; it can in "
+                f"{', '.join(sorted(map(str, capabilities.dtypes)))}"
+            )
+        if tensor.requires_grad and torch.is_grad_enabled() and self.ulysses_degree > 1:
+            raise UnsupportedError(f"{role} requires grad, and this version has no backward: use torch.no_grad()")
+        for other, earlier in made.items():
+            self._match(role, tensor, other, earlier)
+        if mask is not None and not capabilities.masks:
+            raise UnsupportedError(f"{type(self.backend).__name__} takes no mask, and none is ever dropped")
+        return tensor
+
+    @staticmethod
+    def _match(role: str, tensor: Tensor, other: str, earlier: Tensor) -> None:
+        """Batch, heads, dtype and device are shared by all; tokens by k and v; the head dim by q and k."""
+        required = list(earlier.shape)
+        if {role, other} != {"k", "v"}:
+            required[1] = tensor.shape[1]
+        if {role, other} != {"q", "k"}:
+            required[3] = tensor.shape[3]
+        if list(tensor.shape) != required or tensor.dtype != earlier.dtype or tensor.device != earlier.device:
+            raise InvalidInputError(
+                f"{role} was required to be {required} {earlier.dtype} on {earlier.device}, as {other} is; "
+                f"received {list(tensor.shape)} {tensor.dtype} on {tensor.device}"
+            )
+
+    def _attend(self, call: Call, made: dict[str, Tensor], mask: Tensor | None, scale: float | None) -> Tensor:
+        """Run the backend on what has arrived: on the slots themselves if it accepts that, else on copies."""
+        with call.wait() as inputs:
+            assert call.plan is not None
+            lanes = {lane.role: lane for lane in call.plan.lanes}
+            rank = self.exchange.rank
+            heads = lanes["q"].wants[rank].heads
+            q_len, kv_len = (len(lanes[role].wants[rank].tokens) for role in ("q", "k"))
+            mask = _whole_mask(mask, made["q"].shape[0], made["q"].shape[2], q_len, kv_len)
+            if mask is not None and mask.shape[1] > 1:
+                mask = mask[:, heads.start : heads.stop]
+            if self.backend.capabilities.accepts_unowned_inputs is True:
+                q, k, v = (inputs[role] for role in ROLES)
+            else:
+                owned = inputs.own()
+                inputs.release()
+                q, k, v = (owned[role] for role in ROLES)
+            layout, out = self.backend.capabilities.layout, call.plan.out
+            if 0 in q.shape or 0 in v.shape:  # fewer heads than ranks, or no tokens: nothing to attend to
+                return q.new_zeros(out.holds[rank].shape(layout, out.batch, out.head_dim))
+            return self._backend(q, k, v, mask, scale, q_len, kv_len)
+
+    def _backend(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None, q_len: int, kv_len: int
+    ) -> Tensor:
+        try:
+            out = self.backend.forward(q, k, v, mask=mask, scale=scale, q_len=q_len, kv_len=kv_len)
+        except IthacaError:
+            raise
+        except Exception as error:
+            raise ClosureError(f"{type(self.backend).__name__} raised {type(error).__name__}: {error}") from error
+        if not isinstance(out, Tensor):
+            raise ClosureError(
+                f"{type(self.backend).__name__} was required to return a tensor; received {type(out).__name__}"
+            )
+        return out
+
+    @staticmethod
+    def _bring_home(out: Tensor, unowned: bool, project_out: Callable[[Tensor], Tensor] | None) -> Tensor:
+        if project_out is None:
+            return out.clone() if unowned else out
+        try:
+            result = project_out(out)
+        except Exception as error:
+            raise ClosureError(f"project_out raised {type(error).__name__}: {error}") from error
+        if not isinstance(result, Tensor):
+            raise ClosureError(f"project_out was required to return a tensor; received {type(result).__name__}")
+        if out.numel() and result.untyped_storage().data_ptr() == out.untyped_storage().data_ptr():
+            raise ClosureError("project_out was required to return memory of its own; received a view of its argument")
+        return result
+
+    def _alone(
+        self,
+        made: dict[str, Tensor],
+        project_out: Callable[[Tensor], Tensor] | None,
+        mask: Tensor | None,
+        scale: float | None,
+    ) -> Tensor:
+        layout = self.backend.capabilities.layout
+        (batch, q_len, heads, _), kv_len = made["q"].shape, made["k"].shape[1]
+        mask = _whole_mask(mask, batch, heads, q_len, kv_len)
+        q, k, v = (as_nhd(made[role], layout) for role in ROLES)
+        out = as_nhd(self._backend(q, k, v, mask, scale, q_len, kv_len), layout)
+        return self._bring_home(out, False, project_out)
+
+    def _device(self, given: dict[str, Tensor] | dict[str, Compute]) -> torch.device:
+        """Where the tensors are; of closures that have not run, where the group's backend has its own."""
+        for value in given.values():
+            if isinstance(value, Tensor):
+                return value.device
+        return torch.device("cuda" if "cuda:nccl" in dist.get_backend_config(self.group) else "cpu")
+
+    def _resolve(self, device: torch.device) -> Exchange:
+        if isinstance(self._exchange, str):
+            self._exchange = exchange_for(self.group, self._exchange, device=device)
+        return self._exchange
+
+
+def _check_order(order: tuple[str, ...]) -> None:
+    if sorted(order) != sorted(ROLES):
+        raise InvalidInputError(f"issue_order was required to be a permutation of {ROLES}; received {order}")
+
+
+def _terms(mask: Tensor | None, scale: float | None) -> str:
+    """What must be equal on all ranks beside the lanes, as text."""
+    masked = "none" if mask is None else f"{str(mask.dtype).removeprefix('torch.')}{list(mask.shape)}"
+    return f"scale {scale!r}, mask {masked}"
+
+
+def _whole_mask(mask: Tensor | None, batch: int, heads: int, q_len: int, kv_len: int) -> Tensor | None:
+    """``mask`` in four dims, checked against the whole lengths."""
+    if mask is None:
+        return None
+    whole = mask[:, None, None, :] if mask.dim() == 2 else mask
+    fits = whole.dim() == 4 and all(
+        size == full or (size == 1 and may_be_one)
+        for size, full, may_be_one in zip(
+            whole.shape, (batch, heads, q_len, kv_len), (True, True, mask.dim() == 2, False), strict=True
+        )
+    )
+    if not fits:
+        raise InvalidInputError(
+            f"a mask was required to be [{batch}, {kv_len}] or [{batch}|1, {heads}|1, {q_len}, {kv_len}]; "
+            f"received {list(mask.shape)}"
+        )
+    return whole
