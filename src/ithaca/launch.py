@@ -5,6 +5,7 @@ Everything also runs under ``torchrun``: nothing in the library asks who started
 
 from __future__ import annotations
 
+import gc
 import multiprocessing as mp
 import os
 import pickle
@@ -140,6 +141,7 @@ def _serve(pipe: Connection, port: int, rank: int, ranks: int) -> None:
                 join_group(port, rank, ranks)
                 joined = True
             fn, args = pickle.loads(job)
+            gc.freeze()  # what is imported stays: a full collection over torch's modules stops a rank for 0.1 s
             message = pickle.dumps((True, fn(rank, *args)))
         except BaseException:
             message = pickle.dumps((False, traceback.format_exc()))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 
 import torch
 
@@ -19,6 +20,8 @@ from ithaca.geometry import Block, Layout, Splits
 OUT = "out"
 #: Pieces of receive memory start on such boundaries: a shift of 12 bytes changes the bits of fp32 SDPA.
 ALIGNMENT = 64
+
+_Indices = tuple[tuple[tuple[slice, slice, slice], ...], ...]
 
 
 @dataclass(frozen=True)
@@ -84,6 +87,13 @@ class Lane:
             wants=self.holds,
         )
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.role, self.dtype, self.layout, self.batch, self.head_dim, self.holds, self.wants))
+
     @property
     def ranks(self) -> int:
         return len(self.holds)
@@ -96,31 +106,52 @@ class Lane:
         """Shape, in the lane's layout, of what ``rank`` has after the exchange."""
         return self.wants[rank].shape(self.layout, self.batch, self.head_dim)
 
-    def slot_nbytes(self, rank: int) -> int:
-        return math.prod(self.slot_shape(rank)) * self.dtype.itemsize
+    @cached_property
+    def slot_nbytes(self) -> tuple[int, ...]:
+        """Bytes of each rank's slot."""
+        return tuple(math.prod(self.slot_shape(rank)) * self.dtype.itemsize for rank in range(self.ranks))
 
-    def share(self, source: int, dest: int) -> Block:
-        """What ``source`` sends to ``dest``."""
-        return self.holds[source] & self.wants[dest]
+    @cached_property
+    def shares(self) -> tuple[tuple[Block, ...], ...]:
+        """``shares[source][dest]`` is what one rank sends to another."""
+        return tuple(tuple(held & wanted for wanted in self.wants) for held in self.holds)
 
     def share_shape(self, source: int, dest: int) -> tuple[int, int, int, int]:
         """NHD shape of that share."""
-        return self.share(source, dest).shape(Layout.NHD, self.batch, self.head_dim)
+        return self.shares[source][dest].shape(Layout.NHD, self.batch, self.head_dim)
 
     def share_nbytes(self, source: int, dest: int) -> int:
         return math.prod(self.share_shape(source, dest)) * self.dtype.itemsize
 
-    def take(self, tensor: torch.Tensor, source: int, dest: int, layout: Layout) -> torch.Tensor:
-        """The view of the share for ``dest`` in ``tensor``, which ``source`` holds in ``layout``; NHD."""
-        return as_nhd(tensor[self.share(source, dest).index(self.holds[source], layout)], layout)
+    def take(self, tensor: torch.Tensor, source: int, dest: int) -> torch.Tensor:
+        """The view of the share for ``dest`` in the NHD ``tensor`` that ``source`` holds; NHD."""
+        return tensor[self._takes[source][dest]]
 
     def place(self, slot: torch.Tensor, source: int, dest: int) -> torch.Tensor:
         """The view of ``dest``'s ``slot`` where the share of ``source`` lands; NHD."""
-        return as_nhd(slot[self.share(source, dest).index(self.wants[dest], self.layout)], self.layout)
+        return as_nhd(slot[self._places[source][dest]], self.layout)
 
-    def moved_nbytes(self, source: int) -> int:
-        """Bytes that ``source`` sends to other ranks."""
-        return sum(self.share_nbytes(source, dest) for dest in range(self.ranks) if dest != source)
+    @cached_property
+    def _takes(self) -> _Indices:
+        return tuple(
+            tuple(share.index(held, Layout.NHD) for share in shares)
+            for held, shares in zip(self.holds, self.shares, strict=True)
+        )
+
+    @cached_property
+    def _places(self) -> _Indices:
+        return tuple(
+            tuple(share.index(wanted, self.layout) for share, wanted in zip(shares, self.wants, strict=True))
+            for shares in self.shares
+        )
+
+    @cached_property
+    def moved_nbytes(self) -> tuple[int, ...]:
+        """Bytes that each rank sends to others."""
+        return tuple(
+            sum(self.share_nbytes(source, dest) for dest in range(self.ranks) if dest != source)
+            for source in range(self.ranks)
+        )
 
 
 @dataclass(frozen=True)
@@ -130,8 +161,9 @@ class CallPlan:
     lanes: tuple[Lane, ...]
     out: Lane
 
-    @classmethod
-    def attention(cls, lanes: tuple[Lane, ...]) -> CallPlan:
+    @staticmethod
+    @lru_cache(maxsize=1024)
+    def attention(lanes: tuple[Lane, ...]) -> CallPlan:
         """The plan of a call with the inward lanes ``q``, ``k``, ``v`` (in any order)."""
         role = {lane.role: lane for lane in lanes}
         q, k, v = (role[name] for name in ("q", "k", "v"))
@@ -139,20 +171,20 @@ class CallPlan:
             raise InvalidInputError(
                 f"keys and values were required to have the same tokens and heads on every rank; received {k} and {v}"
             )
-        return cls(lanes=lanes, out=q.homeward(v.head_dim))
+        return CallPlan(lanes=lanes, out=q.homeward(v.head_dim))
 
     @property
     def ranks(self) -> int:
         return self.out.ranks
 
-    @property
+    @cached_property
     def digest(self) -> bytes:
         """16 bytes that are equal on two ranks only if their plans are."""
         return hashlib.blake2b(repr(self).encode(), digest_size=16).digest()
 
     def moved_nbytes(self, source: int) -> int:
         """Bytes that ``source`` sends to other ranks in the whole call."""
-        return sum(lane.moved_nbytes(source) for lane in (*self.lanes, self.out))
+        return sum(lane.moved_nbytes[source] for lane in (*self.lanes, self.out))
 
 
 def as_nhd(tensor: torch.Tensor, layout: Layout) -> torch.Tensor:

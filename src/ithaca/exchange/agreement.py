@@ -157,9 +157,10 @@ def settle(headers: Sequence[Header], rank: int) -> tuple[Lane, ...]:
     return _lanes(tuple(header.claims for header in headers), headers[0].gathered)
 
 
-def _common(header: Header) -> Header:
+def _common(header: Header) -> tuple[object, ...]:
     """The part of a header that must be equal on all ranks: all but the number of local tokens."""
-    return replace(header, claims=tuple(replace(c, shape=(c.shape[0], -1, *c.shape[2:])) for c in header.claims))
+    claims = tuple((c.role, c.dtype, c.layout, c.shape[0], c.shape[2:]) for c in header.claims)
+    return header.version, header.call, header.step, header.order, header.gathered, header.terms, header.digest, claims
 
 
 @lru_cache(maxsize=1024)

@@ -118,12 +118,12 @@ class _Flight:
             if header:
                 chunk[: self.head] = torch.frombuffer(bytearray(header.encode()), dtype=torch.uint8)
             if tensor.numel():
-                share = lane.take(tensor, me, dest, Layout.NHD)
+                share = lane.take(tensor, me, dest)
                 chunk[self.head :].view(lane.dtype).view(share.shape).copy_(share)
         self.work = dist.all_to_all_single(
             self.received, sent, self.sizes, out_sizes, group=exchange.group, async_op=True
         )
-        exchange.counters.bytes_moved += lane.moved_nbytes(me)
+        exchange.counters.bytes_moved += lane.moved_nbytes[me]
 
     def land(self, call: int) -> None:
         exchange = self.exchange
@@ -149,11 +149,9 @@ class _Flight:
 
     def _gathers_tokens(self) -> bool:
         """Whether the shares of all ranks follow one another along the tokens."""
-        return all(
-            len(self.lane.share(source, self.exchange.rank).heads) == len(self.lane.wants[self.exchange.rank].heads)
-            or not self.lane.share_nbytes(source, self.exchange.rank)
-            for source in range(self.exchange.world_size)
-        )
+        me = self.exchange.rank
+        wanted = self.lane.wants[me].heads
+        return all(shares[me].heads == wanted for shares in self.lane.shares)
 
 
 class _CollectiveCall(Call):

@@ -89,7 +89,6 @@ class HostPeerMemory(PeerMemory):
     # -- announcements ---------------------------------------------------------------------------------------------
 
     def announce(self, header: bytes) -> None:
-        self._inbox[Message.HEADER][self.rank].append((header, []))
         for rank in self._peers:
             self._send(rank, _HEADER + header)
 
@@ -183,7 +182,7 @@ class HostPeerMemory(PeerMemory):
         channel.segments = [segments[rank] for rank in range(self.world_size)]
 
     def _growth_round(self, role: str, what: str) -> dict[int, tuple[bytes, list[int]]]:
-        wait = Wait(Message.GROWTH, role, set(self._peers), f"{what} for lane {role}")
+        wait = Wait(Message.GROWTH, role, set(self._peers), lambda: f"{what} for lane {role}")
         self.wait(wait, block=True)
         return {rank: self._inbox[Message.GROWTH][rank].popleft() for rank in self._peers}
 
@@ -204,7 +203,7 @@ class HostPeerMemory(PeerMemory):
             remaining = deadline - time.monotonic() if block else 0.0
             if block and remaining <= 0:
                 raise PeerTimeoutError(
-                    f"rank {self.rank} waited {self.timeout:g} s for {wait.expecting} "
+                    f"rank {self.rank} waited {self.timeout:g} s for {wait.expecting()} "
                     f"from rank(s) {sorted(wait.pending)}"
                 )
             if not self._poll(wait, remaining) and not block:
@@ -212,7 +211,7 @@ class HostPeerMemory(PeerMemory):
 
     def _take(self, wait: Wait) -> None:
         if self._ended:
-            raise ExchangeClosedError(f"rank {self.rank} closed the exchange while it waited for {wait.expecting}")
+            raise ExchangeClosedError(f"rank {self.rank} closed the exchange while it waited for {wait.expecting()}")
         for rank in tuple(wait.pending):
             if isinstance(wait.kind, Message):
                 taken = bool(self._inbox[wait.kind][rank])
@@ -252,7 +251,7 @@ class HostPeerMemory(PeerMemory):
             self._take(wait)  # what it said before its end still counts
             for rank in sorted(gone & wait.pending):
                 raise PeerDiedError(
-                    f"rank {rank} (process gone, or its exchange closed) was expected to send {wait.expecting}; "
+                    f"rank {rank} (process gone, or its exchange closed) was expected to send {wait.expecting()}; "
                     f"seen from rank {self.rank}"
                 )
         return bool(events)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
 
@@ -26,19 +26,19 @@ class Message(Enum):
 
 @dataclass
 class Wait:
-    """Something expected of peers. ``pending`` shrinks as they answer; ``expecting`` is for the error message."""
+    """Something expected of peers. ``pending`` shrinks as they answer; ``expecting()`` is for the error message."""
 
     kind: Signal | Message
     role: str
     pending: set[int]
-    expecting: str
+    expecting: Callable[[], str]
 
 
 class PeerMemory(ABC):
     """The memory of one rank and its view of that of its peers. Used by one thread at a time, but for `signal`.
 
-    A *slot* is the receive memory of one lane on one rank. Ranks here are those of the group, and a rank is its own
-    peer too: it signals itself and waits for itself like for any other, so that there is one path.
+    A *slot* is the receive memory of one lane on one rank. Ranks here are those of the group. For signals a
+    rank is its own peer: it signals itself and waits for itself like for any other, so that there is one path.
     """
 
     rank: int
@@ -48,7 +48,7 @@ class PeerMemory(ABC):
 
     @abstractmethod
     def announce(self, header: bytes) -> None:
-        """Put one fixed-size header before every rank, this one included. Never waits for a reader."""
+        """Put one fixed-size header before every other rank. Never waits for a reader."""
 
     @abstractmethod
     def announcement(self, rank: int) -> bytes:
