@@ -11,7 +11,7 @@ import os
 import pickle
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -42,15 +42,19 @@ def run_ranks(fn: Callable[..., T], ranks: int, *args: Any, timeout: float = 300
 
 
 class RankPool:
-    """Ranks that stay, with their group, for one job after another; a job that fails ends them all."""
+    """Ranks that stay, with their group, for one job after another; a job that fails ends them all.
 
-    def __init__(self, ranks: int) -> None:
+    ``preload`` names modules that the server which ranks are started from imports once for all of them, if this is the
+    first pool of the process.
+    """
+
+    def __init__(self, ranks: int, preload: Sequence[str] = ()) -> None:
         if ranks < 1:
             raise InvalidInputError(f"at least one rank was required; received {ranks}")
         self.ranks = ranks
         self._store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
         context = mp.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "ithaca.launch"])
+        context.set_forkserver_preload(["torch", "ithaca.launch", *preload])
         self._processes: list[BaseProcess] = []
         self._pipes: list[Connection] = []
         try:

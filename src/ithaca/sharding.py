@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from torch import Tensor
 
 from ithaca.exchange.interface import Exchange
@@ -23,7 +25,7 @@ def gather(piece: Tensor, dim: int, exchange: Exchange) -> Tensor:
     """
     rows = piece.movedim(dim, 0)
     with exchange.call((_GATHER,), Layout.NHD, gathered=True, terms=f"gather dim {dim}") as call:
-        call.push(**{_GATHER: rows.reshape(1, rows.shape[0], 1, -1)})
+        call.push(**{_GATHER: rows.reshape(1, rows.shape[0], 1, math.prod(rows.shape[1:]))})
         with call.wait() as whole:
             lane = whole.own()[_GATHER]
     return lane.view(lane.shape[1], *rows.shape[1:]).movedim(0, dim)

@@ -20,7 +20,8 @@ from ithaca.sharding import cut, gather
 
 def install_token_hooks(model: nn.Module, exchange: Callable[[], Exchange]) -> None:
     """Follow ``model._cp_plan``. ``exchange()`` is that of the model's group."""
-    for name, spec in model._cp_plan.items():
+    plan: dict[str, Any] = model._cp_plan  # type: ignore[assignment]
+    for name, spec in plan.items():
         modules = [model.get_submodule(name)] if "*" not in name else _matching(model, name)
         for module in modules:
             if isinstance(spec, ContextParallelOutput):
@@ -28,7 +29,9 @@ def install_token_hooks(model: nn.Module, exchange: Callable[[], Exchange]) -> N
             elif isinstance(spec, dict):
                 _cut_values(module, name, spec, exchange)
             else:
-                raise UnsupportedError(f"the model's plan for {name!r} was required to be of a known kind; got {spec!r}")
+                raise UnsupportedError(
+                    f"the model's plan for {name!r} was required to be of a known kind; got {spec!r}"
+                )
 
 
 def _matching(model: nn.Module, pattern: str) -> list[nn.Module]:

@@ -62,19 +62,23 @@ def _projections(attn: Any, hidden_states: Tensor, rotary_emb: tuple[Tensor, Ten
         to_q, to_k, to_v = (partial(linear, hidden_states) for linear in (attn.to_q, attn.to_k, attn.to_v))
 
     def normed(project: Any, norm: nn.Module) -> Tensor:
-        heads = norm(project()).unflatten(2, (attn.heads, -1))
+        heads = _heads(norm(project()), attn.heads)
         return heads if rotary_emb is None else _rotate(heads, *rotary_emb)
 
     def value() -> Tensor:
-        heads: Tensor = to_v().unflatten(2, (attn.heads, -1))
-        return heads
+        return _heads(to_v(), attn.heads)
 
     return partial(normed, to_q, attn.norm_q), partial(normed, to_k, attn.norm_k), value
 
 
+def _heads(features: Tensor, heads: int) -> Tensor:
+    """``[B, S, H * D]`` as ``[B, S, H, D]``."""
+    return features.view(*features.shape[:2], heads, features.shape[2] // heads)
+
+
 def _rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary embedding of interleaved pairs, as Wan has it; ``cos`` and ``sin`` are this rank's rows."""
-    even, odd = heads.unflatten(-1, (-1, 2)).unbind(-1)
+    even, odd = heads[..., 0::2], heads[..., 1::2]
     cos, sin = cos[..., 0::2], sin[..., 1::2]
     return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2).type_as(heads)
 

@@ -80,7 +80,9 @@ class Header:
         return replace(self, claims=(), digest=bytes(16), refusal=reason or "no reason given")
 
     def __str__(self) -> str:
-        lanes = ", ".join(map(str, self.claims)) or (f"out of plan {self.digest.hex()}" if any(self.digest) else "no lane")
+        lanes = ", ".join(map(str, self.claims)) or (
+            f"out of plan {self.digest.hex()}" if any(self.digest) else "no lane"
+        )
         return f"{lanes} (call {self.call} step {self.step}, order {'-'.join(self.order)}, {self.terms or 'no terms'})"
 
     def encode(self) -> bytes:

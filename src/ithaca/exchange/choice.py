@@ -67,14 +67,11 @@ def choose(facts: list[dict[str, Any]]) -> tuple[str, str]:
             said = ", ".join(f"rank {rank}: {f[key]!r}" for rank, f in enumerate(facts))
             raise PlanMismatchError(f"all ranks were required to ask for the same {key} of exchange; received {said}")
     hindrance = _hindrance(facts)
-    want = facts[0]["want"]
-    if want == "collective":
-        return "collective", "asked for"
-    if want == "slots" and hindrance:
+    if hindrance and facts[0]["want"] == "slots":
         raise ExchangeUnavailableError(f"slots were asked for, but {hindrance}")
-    if hindrance:
-        return "collective", hindrance
-    return "slots", "asked for" if want == "slots" else "all ranks are on one Linux host and the tensors on CPU"
+    if hindrance or facts[0]["want"] == "collective":
+        return "collective", hindrance or "asked for"
+    return "slots", "all ranks are on one Linux host and the tensors on CPU"
 
 
 def _hindrance(facts: list[dict[str, Any]]) -> str:

@@ -1,0 +1,77 @@
+"""Tensors that all ranks can make alike, and what one rank would compute from them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from ithaca import AttentionBackend, Capabilities, Layout, SdpaBackend, Splits
+
+
+def qkv(
+    q_tokens: int, kv_tokens: int, heads: int, head_dim: int = 16, batch: int = 1, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Seeded ``[B, S, H, D]``, equal wherever it is called."""
+    generator = torch.Generator().manual_seed(7)
+    lengths = (q_tokens, kv_tokens, kv_tokens)
+    q, k, v = (torch.randn(batch, n, heads, head_dim, generator=generator).to(dtype) for n in lengths)
+    return q, k, v
+
+
+def mine(tensor: Tensor, sizes: Sequence[int], rank: int, dim: int = 1) -> Tensor:
+    """The piece of ``rank`` when ``dim`` is cut into ``sizes``."""
+    return tensor.split(list(sizes), dim)[rank]
+
+
+def one_rank(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, scale: float | None = None) -> Tensor:
+    """Plain SDPA over NHD."""
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    return scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale).transpose(1, 2)
+
+
+def one_rank_by_slices(q: Tensor, k: Tensor, v: Tensor, ranks: int) -> Tensor:
+    """Plain SDPA on one rank, the heads of one slice at a time, each in fresh contiguous memory."""
+    sizes = list(Splits.even(q.shape[2], ranks).sizes)
+    slices = zip(*(t.transpose(1, 2).split(sizes, dim=1) for t in (q, k, v)), strict=True)
+    outs = [scaled_dot_product_attention(*(t.contiguous() for t in part)) for part in slices if part[0].shape[1]]
+    return torch.cat(outs, dim=1).transpose(1, 2)
+
+
+class NhdBackend(SdpaBackend):
+    """SDPA that wants NHD, and says for itself whether it takes slots."""
+
+    def __init__(self, accepts_unowned_inputs: bool = False) -> None:
+        self.accepts = accepts_unowned_inputs
+        self.seen: list[tuple[int, int]] = []
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(
+            layout=Layout.NHD,
+            dtypes=super().capabilities.dtypes,
+            masks=True,
+            accepts_unowned_inputs=self.accepts,
+        )
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, q_len: int, kv_len: int, **options: object) -> Tensor:
+        self.seen.append((q_len, kv_len))
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        return super().forward(q, k, v, q_len=q_len, kv_len=kv_len, **options).transpose(1, 2)  # type: ignore[arg-type]
+
+
+class RaisingBackend(SdpaBackend):
+    """Raises on one rank."""
+
+    def __init__(self, here: bool) -> None:
+        self.here = here
+
+    def forward(self, *args: Tensor, **options: object) -> Tensor:
+        if self.here:
+            raise RuntimeError("kernel on fire")
+        return super().forward(*args, **options)  # type: ignore[arg-type]
+
+
+BACKENDS: dict[str, type[AttentionBackend]] = {"hnd": SdpaBackend, "nhd": NhdBackend}
