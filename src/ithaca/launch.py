@@ -79,15 +79,30 @@ class RankPool:
     def run(self, fn: Callable[..., T], *args: Any, timeout: float = 300.0) -> list[T]:
         """As `run_ranks`, in these processes."""
         try:
-            job = pickle.dumps((fn, args))
-            for pipe in self._pipes:
-                pipe.send_bytes(job)
-            return self._results(time.monotonic() + timeout, timeout)
+            self._send(fn, args)
+            return self._results(timeout, tolerant=False)
         except BaseException:
             self._end(_GRACE_OF_FAILURE)
             raise
 
-    def _results(self, deadline: float, timeout: float) -> list[Any]:
+    def run_tolerant(self, fn: Callable[..., T], *args: Any, timeout: float = 300.0) -> list[T | RankFailedError]:
+        """As `run`, but let the others finish when one fails or dies, and give its error in the place of its result.
+
+        The pool ends after it.
+        """
+        try:
+            self._send(fn, args)
+            return self._results(timeout, tolerant=True)
+        finally:
+            self._end(_GRACE_OF_FAILURE)
+
+    def _send(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        job = pickle.dumps((fn, args))
+        for pipe in self._pipes:
+            pipe.send_bytes(job)
+
+    def _results(self, timeout: float, tolerant: bool) -> list[Any]:
+        deadline = time.monotonic() + timeout
         results: dict[int, Any] = {}
         while len(results) < self.ranks:
             waiting = {pipe: rank for rank, pipe in enumerate(self._pipes) if rank not in results}
@@ -97,15 +112,23 @@ class RankPool:
             for pipe in ready:
                 rank = waiting[pipe]  # type: ignore[index]
                 try:
-                    fine, payload = pickle.loads(self._pipes[rank].recv_bytes())
-                except (EOFError, ConnectionResetError):
-                    self._processes[rank].join(_GRACE)
-                    code = self._processes[rank].exitcode
-                    raise RankFailedError(f"rank {rank} ended with exit code {code} and no result") from None
-                if not fine:
-                    raise RankFailedError(f"rank {rank} failed:\n{payload}")
-                results[rank] = payload
+                    results[rank] = self._result(rank)
+                except RankFailedError as error:
+                    if not tolerant:
+                        raise
+                    results[rank] = error
         return [results[rank] for rank in range(self.ranks)]
+
+    def _result(self, rank: int) -> Any:
+        try:
+            fine, payload = pickle.loads(self._pipes[rank].recv_bytes())
+        except (EOFError, ConnectionResetError):
+            self._processes[rank].join(_GRACE)
+            code = self._processes[rank].exitcode
+            raise RankFailedError(f"rank {rank} ended with exit code {code} and no result") from None
+        if not fine:
+            raise RankFailedError(f"rank {rank} failed:\n{payload}")
+        return payload
 
     def close(self) -> None:
         """End the ranks: by asking, and if they do not go, by force."""

@@ -1,0 +1,176 @@
+"""A diffusers model across ranks equals the model on one rank, bit for bit in fp32 with SDPA.
+
+But for ranks with a single token: there the *linear layers* of the model, which are not Ithaca's, become products of a
+matrix with one vector, for which the BLAS has another kernel that adds up in another order.
+"""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from conftest import Run
+from diffusers import WanTransformer3DModel
+from diffusers.models.transformers.transformer_wan import WanAttnProcessor
+
+from ithaca import InvalidInputError, IthacaError, PeerRefusedError, UnsupportedError, exchange_for, parallelize
+from ithaca.diffusers.wan import UlyssesWanProcessor
+
+pytestmark = pytest.mark.full
+
+HEADS, HEAD_DIM, LAYERS, BATCH = 4, 12, 2, 2
+#: Frames, height and width of the latents, with patches of (1, 2, 2).
+GRIDS = {"24 tokens": (2, 6, 8), "15 tokens": (1, 6, 10), "2 tokens": (1, 2, 4)}
+
+
+def wan() -> WanTransformer3DModel:
+    torch.manual_seed(0)
+    model = WanTransformer3DModel(
+        num_attention_heads=HEADS,
+        attention_head_dim=HEAD_DIM,
+        in_channels=4,
+        out_channels=4,
+        text_dim=10,
+        freq_dim=16,
+        ffn_dim=32,
+        num_layers=LAYERS,
+        rope_max_seq_len=32,
+    )
+    return model.eval().requires_grad_(False)
+
+
+def inputs(grid: tuple[int, int, int], per_token: bool = False) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(1)
+    tokens = grid[0] * grid[1] * grid[2] // 4
+    timestep = torch.rand(BATCH, tokens, generator=generator) * 999 if per_token else torch.tensor([3.0, 700.0])
+    return {
+        "hidden_states": torch.randn(BATCH, 4, *grid, generator=generator),
+        "timestep": timestep,
+        "encoder_hidden_states": torch.randn(BATCH, 5, 10, generator=generator),
+        "return_dict": False,
+    }
+
+
+def equal(rank: int, ranks: int, grid: str, options: dict[str, Any], fused: bool, per_token: bool) -> None:
+    model = wan()
+    if fused:
+        model.fuse_qkv_projections()  # makes new parameters
+        model.requires_grad_(False)
+    given = inputs(GRIDS[grid], per_token)
+    expected = model(**given)[0]
+    assert parallelize(model, ulysses_degree=ranks, **options) is model
+    for _ in range(2):
+        out = model(**given)[0]
+        torch.testing.assert_close(out, expected, rtol=0, atol=1e-5)
+        assert torch.equal(out, expected) or grid == "2 tokens"
+    assert isinstance(model.blocks[0].attn1.processor, UlyssesWanProcessor)
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+@pytest.mark.parametrize("exchange", ["slots", "collective"])
+@pytest.mark.parametrize(("ranks", "grid"), [(2, "24 tokens"), (2, "15 tokens"), (3, "15 tokens"), (3, "2 tokens")])
+def test_wan_equals_one_rank(on_ranks: Run, ranks: int, grid: str, exchange: str, asynchronous: bool) -> None:
+    on_ranks(ranks, equal, ranks, grid, {"exchange": exchange, "asynchronous": asynchronous}, False, False)
+
+
+@pytest.mark.parametrize(("fused", "per_token"), [(True, False), (False, True)])
+def test_wan_with_fused_projections_or_a_timestep_per_token(on_ranks: Run, fused: bool, per_token: bool) -> None:
+    on_ranks(2, equal, 2, "15 tokens", {}, fused, per_token)
+
+
+def bytes_of_a_step(rank: int) -> tuple[int, int]:
+    model, given = wan(), inputs(GRIDS["24 tokens"])
+    counters = exchange_for(want="slots").counters
+    parallelize(model, ulysses_degree=2, exchange="slots")
+    before = counters.bytes_moved
+    model(**given)
+    return counters.bytes_moved - before, sum(p.numel() for p in model.parameters())
+
+
+def test_text_moves_no_bytes(on_ranks: Run) -> None:
+    turns = LAYERS * 4 * (BATCH * 12 * (HEADS // 2) * HEAD_DIM)  # Q, K, V and O, half the heads to the other rank
+    gathered = BATCH * 12 * 4 * 4  # the projected tokens: 4 channels of a 2 x 2 patch
+    for moved, _ in on_ranks(2, bytes_of_a_step):
+        assert moved == (turns + gathered) * 4
+
+
+def controls(rank: int) -> None:
+    """What the equality would miss if it could not fail: positions that are off by one token, text that is dropped."""
+    model, given = wan(), inputs(GRIDS["24 tokens"])
+    expected = model(**given)[0]
+    parallelize(model, ulysses_degree=2)
+    shifted = copy.deepcopy(given)
+    shifted["encoder_hidden_states"] = torch.zeros_like(given["encoder_hidden_states"])
+    assert not torch.equal(model(**shifted)[0], expected)
+    hook = model.rope.register_forward_hook(lambda module, args, out: tuple(t.roll(1, dims=1) for t in out))
+    assert not torch.equal(model(**given)[0], expected)
+    hook.remove()
+    assert torch.equal(model(**given)[0], expected)
+
+
+def test_the_equality_can_fail(on_ranks: Run) -> None:
+    on_ranks(2, controls)
+
+
+def in_a_pipeline(rank: int) -> None:
+    two = SimpleNamespace(components={"transformer": wan(), "transformer_2": wan(), "vae": torch.nn.Linear(1, 1)})
+    given = inputs(GRIDS["24 tokens"])
+    expected = wan()(**given)[0]
+    assert parallelize(two, ulysses_degree=2) is two
+    for name in ("transformer", "transformer_2"):
+        assert torch.equal(two.components[name](**given)[0], expected)
+
+
+def test_every_transformer_of_a_pipeline(on_ranks: Run) -> None:
+    on_ranks(2, in_a_pipeline)
+
+
+def refused(rank: int) -> None:
+    with pytest.raises(InvalidInputError, match="required to be the size of its group, 2; received 3"):
+        parallelize(wan(), ulysses_degree=3)
+    with pytest.raises(UnsupportedError, match="WanTransformer3DModel was required; received Linear"):
+        parallelize(torch.nn.Linear(1, 1), ulysses_degree=2)
+    with pytest.raises(UnsupportedError, match="parallelized already"):
+        parallelize(parallelize(wan(), ulysses_degree=2), ulysses_degree=2)
+
+    class Own(WanAttnProcessor):
+        pass
+
+    model = wan()
+    model.blocks[1].attn1.set_processor(Own())
+    with pytest.raises(UnsupportedError, match=r"blocks.1.attn1 was required .* it has Own"):
+        parallelize(model, ulysses_degree=2)
+    assert type(model.blocks[0].attn1.processor) is WanAttnProcessor  # nothing was changed
+
+
+def test_what_cannot_be_parallelized_is_refused(on_ranks: Run) -> None:
+    on_ranks(2, refused)
+
+
+def raises_between_calls(rank: int) -> None:
+    """A feed-forward that raises on rank 1 would leave rank 0 waiting in the next attention."""
+    model, given = wan(), inputs(GRIDS["24 tokens"])
+    expected = model(**given)[0]
+    parallelize(model, ulysses_degree=2)
+    forward = model.blocks[0].ffn.forward
+
+    def out_of_memory(*args: Any) -> None:
+        raise MemoryError("no more")
+
+    if rank == 1:
+        model.blocks[0].ffn.forward = out_of_memory
+        with pytest.raises(MemoryError, match="no more"):
+            model(**given)
+        model.blocks[0].ffn.forward = forward
+    else:
+        with pytest.raises(PeerRefusedError, match=r"rank 1 refused: WanTransformer3DModel.*MemoryError: no more"):
+            model(**given)
+    assert torch.equal(model(**given)[0], expected)
+    assert issubclass(PeerRefusedError, IthacaError)
+
+
+def test_a_model_that_raises_tells_its_peers(on_ranks: Run) -> None:
+    on_ranks(2, raises_between_calls)
