@@ -7,7 +7,7 @@ from sklearn.datasets import load_digits
 from torch import Tensor
 
 from ithaca.demo.model import CANVAS, FRAMES
-from ithaca.demo.vocabulary import DIRECTIONS, WORDS, prompt, tokenize
+from ithaca.demo.vocabulary import DIRECTIONS, prompt, tokenize
 
 DIGIT = 8
 _STEPS = torch.tensor(list(DIRECTIONS.values()))
@@ -43,6 +43,3 @@ def drifting(images: Tensor, directions: Tensor, generator: torch.Generator) -> 
 def token_table() -> Tensor:
     """Token ids ``[10, directions, words]`` of every prompt."""
     return torch.tensor([[tokenize(prompt(digit, direction)) for direction in DIRECTIONS] for digit in range(10)])
-
-
-assert len(WORDS) == 3 + 10 + len(DIRECTIONS)

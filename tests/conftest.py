@@ -9,7 +9,18 @@ import pytest
 
 from ithaca import RankPool
 
+TIERS = {"fast", "full", "chaos", "soak"}
+
 Run = Callable[..., list[Any]]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A test of no tier would run nowhere or everywhere, depending on who asks."""
+    stray = [item.nodeid for item in items if len(TIERS & {mark.name for mark in item.iter_markers()}) != 1]
+    if stray:
+        raise pytest.UsageError(
+            f"each test was required to be of one of the tiers {sorted(TIERS)}; these are not: {stray}"
+        )
 
 
 @pytest.fixture(scope="session")

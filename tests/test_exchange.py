@@ -10,10 +10,10 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from cases import mine, one_rank, qkv
+from cases import RaisingBackend, mine, one_rank, qkv
 from conftest import Run
 
-from ithaca import Layout, LeaseError, SdpaBackend, UlyssesAttention, exchange_for, run_ranks
+from ithaca import IthacaError, Layout, LeaseError, SdpaBackend, UlyssesAttention, exchange_for, run_ranks
 from ithaca.sharding import cut, gather
 
 pytestmark = pytest.mark.full
@@ -64,6 +64,7 @@ def held_lease(rank: int) -> None:
         call.push(gather=second)
         time.sleep(0.3)  # rank 0 has announced, agreed, and waits for its credit: nothing may change meanwhile
         assert (seen == 1).all()
+        del seen
         lease.release()
         with call.wait() as after:
             assert (after["gather"] == 2).all()
@@ -94,7 +95,8 @@ def grown_under_a_lease(rank: int) -> None:
     exchange = exchange_for(want="slots", copy="inline")
     with exchange.call(("gather",), Layout.NHD, gathered=True) as call:
         call.push(gather=torch.full((1, 2, 1, 8), 1.0))
-        old = call.wait()["gather"]
+        call.wait()
+    old = exchange.memory.slot(rank, "gather", 4 * 8 * 4).view(torch.float32)  # type: ignore[attr-defined]
     with exchange.call(("gather",), Layout.NHD, gathered=True) as call:
         call.push(gather=torch.full((1, 200, 1, 8), 2.0))
         with call.wait() as new:
@@ -202,3 +204,16 @@ def test_nothing_is_left_over() -> None:
     for fds, threads in run_ranks(left_over, 2):
         assert len(set(fds[2:])) == 1, fds
         assert len(set(threads)) == 1, threads
+
+
+def raises_before_growth(rank: int) -> None:
+    """The first output of all: its memory is not there yet when rank 1's backend raises."""
+    expected = mine(one_rank(*qkv(8, 8, heads=4)), (3, 5), rank)
+    pieces = [mine(t, (3, 5), rank) for t in qkv(8, 8, heads=4)]
+    with pytest.raises(IthacaError, match="kernel on fire"):
+        UlyssesAttention(RaisingBackend(here=rank == 1), exchange="slots")(*pieces)
+    torch.testing.assert_close(UlyssesAttention(SdpaBackend())(*pieces), expected, rtol=0, atol=1e-5)
+
+
+def test_an_error_before_the_output_has_memory() -> None:
+    run_ranks(raises_before_growth, 2)

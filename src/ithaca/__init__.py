@@ -4,6 +4,7 @@ from ithaca.backends.interface import AttentionBackend, Capabilities
 from ithaca.backends.sdpa import SdpaBackend
 from ithaca.diffusers import parallelize
 from ithaca.errors import (
+    AliasedOutputError,
     ClosureError,
     ExchangeClosedError,
     ExchangeUnavailableError,
@@ -16,10 +17,12 @@ from ithaca.errors import (
     PeerTimeoutError,
     PlanMismatchError,
     RankFailedError,
+    RetainedInputError,
     UnsupportedError,
 )
 from ithaca.exchange.choice import exchange_for
-from ithaca.exchange.interface import Exchange, Lease
+from ithaca.exchange.interface import Exchange
+from ithaca.exchange.lease import Lease
 from ithaca.geometry import Layout, Splits
 from ithaca.launch import RankPool, run_ranks
 from ithaca.plan import CallPlan, Lane
@@ -47,6 +50,7 @@ __all__ = [
     "Splits",
     # what can go wrong
     "IthacaError",
+    "AliasedOutputError",
     "ClosureError",
     "ExchangeClosedError",
     "ExchangeUnavailableError",
@@ -58,6 +62,7 @@ __all__ = [
     "PeerTimeoutError",
     "PlanMismatchError",
     "RankFailedError",
+    "RetainedInputError",
     "UnsupportedError",
     "__version__",
 ]

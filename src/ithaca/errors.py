@@ -51,5 +51,13 @@ class LeaseError(IthacaError):
     """A lease was used after its release, or a slot asked for while its lease is out."""
 
 
+class RetainedInputError(IthacaError):
+    """A reader of leased slots still holds one of them after its lease has ended. The exchange is closed by it."""
+
+
+class AliasedOutputError(IthacaError):
+    """A reader of leased slots returned memory of a slot, which peers are about to write again."""
+
+
 class RankFailedError(IthacaError):
     """A rank started by `run_ranks` raised, died or ran out of time."""

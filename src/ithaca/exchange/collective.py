@@ -16,7 +16,8 @@ from torch import Tensor
 
 from ithaca.errors import ExchangeClosedError, LeaseError, PeerDiedError, PeerTimeoutError, UnsupportedError
 from ithaca.exchange.agreement import HEADER_NBYTES, Header, settle
-from ithaca.exchange.interface import Call, Exchange, Lease
+from ithaca.exchange.interface import Call, Exchange
+from ithaca.exchange.lease import Lease, borrowed
 from ithaca.geometry import Layout
 from ithaca.plan import Lane
 
@@ -136,16 +137,20 @@ class _Flight:
             for source, chunk in enumerate(torch.split(self.received, self.sizes))
         ]
 
-    def tensor(self) -> tuple[Tensor, bool]:
-        """What has arrived, in the lane's layout; and whether it still lies in the receive buffer."""
-        lane, me = self.lane, self.exchange.rank
+    def in_place(self) -> Tensor | None:
+        """What has arrived as a view of the receive buffer, if its rank-major shares are in the lane's order."""
+        lane = self.lane
         if lane.batch == 1 and lane.layout is Layout.NHD and not self.head and self._gathers_tokens():
-            return self.received.view(lane.dtype).view(lane.slot_shape(me)), True
+            return borrowed(self.received).view(lane.dtype).view(lane.slot_shape(self.exchange.rank))
+        return None
+
+    def assembly(self) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        """A fresh tensor in the lane's layout, and the copies that fill it: where to, and from where."""
+        lane, me = self.lane, self.exchange.rank
         whole = torch.empty(lane.slot_shape(me), dtype=lane.dtype, device=self.received.device)
-        for source, chunk in enumerate(torch.split(self.received, self.sizes)):
-            share = chunk[self.head :].view(lane.dtype).view(lane.share_shape(source, me))
-            lane.place(whole, source, me).copy_(share)
-        return whole, False
+        chunks = torch.split(self.received, self.sizes)
+        shares = [c[self.head :].view(lane.dtype).view(lane.share_shape(s, me)) for s, c in enumerate(chunks)]
+        return whole, [lane.place(whole, source, me) for source in range(lane.ranks)], shares
 
     def _gathers_tokens(self) -> bool:
         """Whether the shares of all ranks follow one another along the tokens."""
@@ -176,11 +181,21 @@ class _CollectiveCall(Call):
 
     def _lease(self) -> Lease:
         landed, self._flights = self._flights, []
-        tensors, unowned = {}, set()
+        tensors: dict[str, Tensor] = {}
+        to: list[Tensor] = []
+        come: list[Tensor] = []
+        unowned = set()
         for flight in landed:
-            tensors[flight.lane.role], in_place = flight.tensor()
-            if in_place:
-                unowned.add(flight.lane.role)
+            role, view = flight.lane.role, flight.in_place()
+            if view is not None:
+                tensors[role] = view
+                unowned.add(role)
+            else:
+                tensors[role], places, shares = flight.assembly()
+                to += places
+                come += shares
+        if to:
+            torch._foreach_copy_(to, come)  # all lanes in one operation, which on a device is one launch
         return Lease(tensors, frozenset(unowned), lambda: self._give_back(landed))
 
     def _give_back(self, flights: list[_Flight]) -> None:

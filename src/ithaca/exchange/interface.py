@@ -18,7 +18,6 @@ from __future__ import annotations
 import contextlib
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from types import TracebackType
 
@@ -29,54 +28,21 @@ from ithaca.errors import (
     ExchangeClosedError,
     GrowthError,
     InvalidInputError,
-    LeaseError,
     PeerDiedError,
     PeerRefusedError,
     PeerTimeoutError,
     PlanMismatchError,
+    RetainedInputError,
     UnsupportedError,
 )
 from ithaca.exchange.agreement import DTYPES, Claim, Header
+from ithaca.exchange.lease import Lease
 from ithaca.geometry import Layout
 from ithaca.plan import CallPlan, Lane, as_nhd
 
 #: Errors that every rank of the group raises alike, at the same step: after them the exchange goes on.
 AGREED = (PlanMismatchError, PeerRefusedError, GrowthError)
-_FATAL = (PeerDiedError, PeerTimeoutError, ExchangeClosedError)
-
-
-class Lease:
-    """The right to read a set of filled slots. Ends with `release()`, or with its ``with`` block.
-
-    ``lease[role]`` is the tensor of a lane, in the lane's layout. Where ``unowned`` names the role, it lies in memory
-    that PyTorch does not own and that peers write again after the release.
-    """
-
-    def __init__(self, tensors: Mapping[str, Tensor], unowned: frozenset[str], give_back: Callable[[], None]) -> None:
-        self._tensors, self.unowned = dict(tensors), unowned
-        self._give_back: Callable[[], None] | None = give_back
-
-    def __getitem__(self, role: str) -> Tensor:
-        if self._give_back is None:
-            raise LeaseError(f"lane {role} was asked for after its lease was released")
-        return self._tensors[role]
-
-    def own(self) -> dict[str, Tensor]:
-        """Copies of all lanes that outlive the lease; tensors that PyTorch owns already are not copied again."""
-        return {role: self[role].clone() if role in self.unowned else self[role] for role in self._tensors}
-
-    def release(self) -> None:
-        """Let go of the slots and tell the peers. Once; a second call does nothing."""
-        if self._give_back is not None:
-            give_back, self._give_back = self._give_back, None
-            self._tensors.clear()
-            give_back()
-
-    def __enter__(self) -> Lease:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.release()
+_FATAL = (PeerDiedError, PeerTimeoutError, ExchangeClosedError, RetainedInputError)
 
 
 @dataclass
@@ -86,6 +52,7 @@ class Counters:
     calls: int = 0
     header_rounds: int = 0  #: agreements that cost a collective; zero on slots
     bytes_moved: int = 0  #: payload sent to other ranks
+    leases_collected: int = 0  #: leases whose reader left its inputs to the garbage collector
 
 
 class Exchange(ABC):
@@ -259,11 +226,18 @@ class Call(ABC):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         exchange = self._exchange
         try:
-            if error is not None and exchange._ended is None:
+            if error is None:
+                for lease in self._leases:
+                    lease.release()
+            elif exchange._ended is None:
                 self._leave(error)
+        except RetainedInputError as kept:
+            exchange._close(kept)
+            raise
         finally:
             for lease in self._leases:
-                lease.release()
+                lease.abandon()
+                exchange.counters.leases_collected += lease.collected
             exchange._current = None
 
     def _leave(self, error: BaseException) -> None:
@@ -271,7 +245,7 @@ class Call(ABC):
         exchange = self._exchange
         try:
             for lease in self._leases:
-                lease.release()
+                lease.abandon()
             if not isinstance(error, AGREED):
                 if not isinstance(error, Exception) or isinstance(error, _FATAL):
                     exchange._close(error)

@@ -6,12 +6,15 @@ the lease of what lay there before. Nothing else orders the reuse of a slot. Ran
 
 from __future__ import annotations
 
+from collections.abc import Generator
+
 from torch import Tensor
 
 from ithaca.errors import UnsupportedError
 from ithaca.exchange.agreement import Header, settle
 from ithaca.exchange.copy_stream import Task, copy_stream
-from ithaca.exchange.interface import Call, Exchange, Lease
+from ithaca.exchange.interface import Call, Exchange
+from ithaca.exchange.lease import Lease
 from ithaca.exchange.peer_memory.interface import Message, PeerMemory, Signal, Wait
 from ithaca.geometry import Layout
 from ithaca.plan import Lane, aligned
@@ -79,8 +82,9 @@ class _SlotCall(Call):
     def __init__(self, exchange: SlotExchange, header: Header, layout: Layout) -> None:
         super().__init__(exchange, header, layout)
         self._memory, self._stream, self._targets = exchange.memory, exchange.stream, exchange.targets
-        self._everyone = range(exchange.world_size)
-        self._undrained: list[Lane] = []
+        self._everyone = tuple(range(exchange.world_size))
+        #: Lanes that have arrived or will, from which ranks, and are not leased yet.
+        self._due: list[tuple[Lane, tuple[int, ...]]] = []
 
     # -- inputs --------------------------------------------------------------------------------------------------
 
@@ -93,59 +97,68 @@ class _SlotCall(Call):
         self._stream.flush()
         return self._lease()
 
-    def _send(self, header: Header, tensors: dict[str, Tensor], known: Lane | None = None) -> Task:
-        """Agree, then for each lane: grow if need be, and for each rank: take a credit, write, signal."""
-        headers: list[Header] = []
-        yield from self._agree(header, headers)
-        lanes = settle(headers, self._memory.rank)
-        for lane in (known,) if known else lanes:
-            tensor = tensors[lane.role]
-            yield from self._write(lane, tensor)
+    def _send(self, header: Header, tensors: dict[str, Tensor]) -> Task:
+        for lane in (yield from self._agree(header)):
+            if self._must_grow(lane):
+                self._grow(lane)
+            yield from self._write(lane, tensors[lane.role])
 
-    def _agree(self, header: Header, headers: list[Header]) -> Task:
-        """Collect every rank's header of this step into ``headers``; those of calls that ended early are dropped."""
+    def _agree(self, header: Header) -> Generator[Wait, None, tuple[Lane, ...]]:
+        """The lanes that follow from every rank's header of this step, or the error that every rank raises."""
+        headers = yield from self._headers(header)
+        return settle(headers, self._memory.rank)
+
+    def _headers(self, header: Header) -> Generator[Wait, None, list[Header]]:
+        """Every rank's header of this step; those of calls that ended early are dropped."""
+        headers = []
         for rank in self._everyone:
-            if rank == self._memory.rank:
-                headers.append(header)
-                continue
-            while True:
+            theirs = header
+            while rank != self._memory.rank:
                 yield Wait(Message.HEADER, "", {rank}, lambda: f"its header, as this rank's {header}")
                 theirs = Header.decode(self._memory.announcement(rank), rank)
                 if theirs.call >= header.call:
                     break
             headers.append(theirs)
+        return headers
+
+    def _must_grow(self, lane: Lane) -> bool:
+        """Derived from the plan and the past alone, so alike on all ranks."""
+        held = self._memory.capacity(lane.role)
+        return not held or any(need > have for need, have in zip(lane.slot_nbytes, held, strict=True))
+
+    def _grow(self, lane: Lane) -> None:
+        held = self._memory.capacity(lane.role) or (0,) * len(self._everyone)
+        self._memory.grow(lane.role, tuple(aligned(max(pair)) for pair in zip(lane.slot_nbytes, held, strict=True)))
 
     def _write(self, lane: Lane, tensor: Tensor) -> Task:
-        memory, me = self._memory, self._memory.rank
-        required, held = lane.slot_nbytes, memory.capacity(lane.role)
-        if not any(held) or any(need > have for need, have in zip(required, held, strict=True)):
-            memory.grow(lane.role, tuple(aligned(max(pair)) for pair in zip(required, held, strict=True)))
+        """Take a credit of every rank; then for each, write its share and signal."""
+        me = self._memory.rank
         self.lanes.append(lane)
-        self._undrained.append(lane)
-        yield self._expect(Signal.CREDIT, lane, "a credit")
+        self._due.append((lane, self._everyone))
+        yield self._expect(Signal.CREDIT, lane, self._everyone, "a credit")
         targets = self._targets.of(lane)
         for step in self._everyone:
             dest = (me + 1 + step) % len(self._everyone)  # not all ranks write to the same one at the same time
             targets[dest].copy_(lane.take(tensor, me, dest))
-            memory.signal(Signal.ARRIVED, lane.role, (dest,))
+            self._memory.signal(Signal.ARRIVED, lane.role, (dest,))
         self._exchange.counters.bytes_moved += lane.moved_nbytes[me]
 
     def _land(self) -> Task:
-        for lane in self._undrained:
-            yield self._expect(Signal.ARRIVED, lane, "its share")
+        for lane, sources in self._due:
+            yield self._expect(Signal.ARRIVED, lane, sources, "its share")
 
-    def _expect(self, signal: Signal, lane: Lane, what: str) -> Wait:
+    def _expect(self, signal: Signal, lane: Lane, ranks: tuple[int, ...], what: str) -> Wait:
         call = self._header.call
-        return Wait(signal, lane.role, set(self._everyone), lambda: f"{what} of lane {lane.role} in call {call}")
+        return Wait(signal, lane.role, set(ranks), lambda: f"{what} of lane {lane.role} in call {call}")
 
     def _lease(self) -> Lease:
         """A lease of all that has landed."""
-        landed, self._undrained = self._undrained, []
-        tensors = {lane.role: slot_of(self._memory, lane, self._memory.rank) for lane in landed}
+        landed, self._due = self._due, []
+        tensors = {lane.role: slot_of(self._memory, lane, self._memory.rank) for lane, _ in landed}
 
         def give_back() -> None:
-            for lane in landed:
-                self._memory.signal(Signal.CREDIT, lane.role, self._everyone)
+            for lane, sources in landed:
+                self._memory.signal(Signal.CREDIT, lane.role, sources)
 
         return Lease(tensors, frozenset(tensors), give_back)
 
@@ -153,7 +166,24 @@ class _SlotCall(Call):
 
     def _push_out(self, header: Header, lane: Lane, out: Tensor) -> None:
         self._memory.announce(header.encode())
-        self._stream.submit(self._send(header, {lane.role: out}, known=lane))
+        self._stream.submit(self._send_out(header, lane, out))
+
+    def _send_out(self, header: Header, lane: Lane, out: Tensor) -> Task:
+        """Write first and read the headers then: all ranks know the plan, so what they can still say is a refusal."""
+        if self._must_grow(lane):
+            yield from self._agree(header)
+            self._grow(lane)
+            yield from self._write(lane, out)
+        else:
+            yield from self._write(lane, out)
+            yield from self._agree_on_out(header, lane)
+
+    def _agree_on_out(self, header: Header, lane: Lane) -> Task:
+        """Read the headers that go with an output. A rank that refused has not written its share."""
+        headers = yield from self._headers(header)
+        sources = tuple(rank for rank in self._everyone if not headers[rank].refusal)
+        self._due = [(lane, sources)]
+        settle(headers, self._memory.rank)
 
     def _wait_out(self) -> Lease:
         return self._wait()
@@ -164,7 +194,10 @@ class _SlotCall(Call):
         self._stream.flush()
         header = self._next_header().refused(reason)
         self._memory.announce(header.encode())
-        self._stream.submit(self._send(header, {}))
+        if self.plan is None or self._must_grow(self.plan.out):
+            self._stream.submit(self._send(header, {}))
+        else:
+            self._stream.submit(self._agree_on_out(header, self.plan.out))
         self._stream.flush()
 
     def _drain(self) -> None:

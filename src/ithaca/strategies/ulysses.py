@@ -10,13 +10,14 @@ Ithaca's own.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ithaca.backends.interface import AttentionBackend
+from ithaca.backends.interface import AttentionBackend, borrows
 from ithaca.errors import ClosureError, InvalidInputError, IthacaError, UnsupportedError
 from ithaca.exchange.choice import EXCHANGES, exchange_for
 from ithaca.exchange.interface import Call, Exchange
@@ -121,6 +122,7 @@ class UlyssesAttention:
             out = self._attend(call, made, mask, scale)
             call.push_out(out, layout)
             with call.wait_out() as home:
+                home.reader = "project_out"
                 return self._bring_home(home[OUT], OUT in home.unowned, project_out)
 
     def _compute(self, role: str, given: Tensor | Compute, made: dict[str, Tensor], mask: Tensor | None) -> Tensor:
@@ -177,16 +179,21 @@ class UlyssesAttention:
             mask = _whole_mask(mask, made["q"].shape[0], made["q"].shape[2], q_len, kv_len)
             if mask is not None and mask.shape[1] > 1:
                 mask = mask[:, heads.start : heads.stop]
-            if self.backend.capabilities.accepts_unowned_inputs is True:
-                q, k, v = (inputs[role] for role in ROLES)
-            else:
-                owned = inputs.own()
-                inputs.release()
-                q, k, v = (owned[role] for role in ROLES)
             layout, out = self.backend.capabilities.layout, call.plan.out
-            if 0 in q.shape or 0 in v.shape:  # fewer heads than ranks, or no tokens: nothing to attend to
-                return q.new_zeros(out.holds[rank].shape(layout, out.batch, out.head_dim))
-            return self._backend(q, k, v, mask, scale, q_len, kv_len)
+            if not all(math.prod(lanes[role].slot_shape(rank)) for role in ROLES):
+                # Fewer heads than ranks, or no tokens: nothing to attend to.
+                shape = out.holds[rank].shape(layout, out.batch, out.head_dim)
+                return torch.zeros(shape, dtype=out.dtype, device=made["q"].device)
+            inputs.reader = type(self.backend).__name__
+            rest = (mask, scale, q_len, kv_len)
+            if borrows(self.backend, made["q"].device):
+                # Slots are named nowhere but in this call: a name here would keep them alive past the release.
+                result = self._backend(inputs["q"], inputs["k"], inputs["v"], *rest)
+                inputs.check_output(result)
+                return result
+            owned = inputs.own()
+            inputs.release()
+            return self._backend(owned["q"], owned["k"], owned["v"], *rest)
 
     def _backend(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None, q_len: int, kv_len: int

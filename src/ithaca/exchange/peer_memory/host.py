@@ -99,7 +99,7 @@ class HostPeerMemory(PeerMemory):
 
     def capacity(self, role: str) -> tuple[int, ...]:
         channel = self._channels.get(role)
-        return tuple(s.capacity for s in channel.segments) if channel else (0,) * self.world_size
+        return tuple(s.capacity for s in channel.segments) if channel else ()
 
     def slot(self, rank: int, role: str, nbytes: int) -> Tensor:
         if nbytes == 0:  # a `frombuffer` of count zero raises

@@ -56,7 +56,7 @@ class PeerMemory(ABC):
 
     @abstractmethod
     def capacity(self, role: str) -> tuple[int, ...]:
-        """Bytes of the slot of ``role`` on every rank; zeros before its first growth."""
+        """Bytes of the slot of ``role`` on every rank; empty before its first growth."""
 
     @abstractmethod
     def grow(self, role: str, capacities: tuple[int, ...]) -> None:

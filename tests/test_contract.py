@@ -1,0 +1,330 @@
+"""The ownership contract: who reads the slots themselves, who gets a copy, and what happens to those that keep them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from cases import NhdBackend, mine, one_rank, qkv
+from conftest import Run
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ithaca import (
+    AliasedOutputError,
+    AttentionBackend,
+    Capabilities,
+    ExchangeClosedError,
+    Layout,
+    PeerRefusedError,
+    RetainedInputError,
+    SdpaBackend,
+    UlyssesAttention,
+    run_ranks,
+)
+from ithaca.backends.interface import borrows
+
+CPU = torch.device("cpu")
+
+
+class Probe(AttentionBackend):
+    """SDPA that notes what it was given. ``accepts`` None leaves the promise at its default."""
+
+    def __init__(self, layout: Layout, accepts: bool | None) -> None:
+        self.layout, self.accepts = layout, accepts
+        self.lengths: list[tuple[int, int]] = []
+        self.values: list[list[Tensor]] = []
+        self.pointers: list[list[int]] = []
+
+    @property
+    def capabilities(self) -> Capabilities:
+        plain = Capabilities(layout=self.layout, dtypes=frozenset({torch.float32}))
+        return plain if self.accepts is None else replace(plain, accepts_unowned_inputs=self.accepts)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, q_len: int, kv_len: int, **options: Any) -> Tensor:
+        self.lengths.append((q_len, kv_len))
+        self.values.append([t.clone() for t in (q, k, v)])
+        self.pointers.append([t.untyped_storage().data_ptr() for t in (q, k, v)])
+        assert all(t.is_contiguous() for t in (q, k, v))
+        if self.layout is Layout.HND:
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v)
+        return one_rank(q, k, v)
+
+
+class Heir(Probe):
+    """A subclass that does not say it again."""
+
+
+class FusedCopies(TorchDispatchMode):
+    """Counts the fused copies that reach PyTorch's dispatcher."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._foreach_copy_.default
+        return func(*args, **(kwargs or {}))
+
+
+#: id: layout, batch, accepts, cross-attention, class; and whether slots and the collective give a view.
+CASES: dict[str, tuple[Layout, int, bool | None, bool, type[Probe], bool, bool]] = {
+    "nhd-b1-optin-view": (Layout.NHD, 1, True, False, Probe, True, True),
+    "nhd-b2-optin": (Layout.NHD, 2, True, False, Probe, True, False),
+    "hnd-b1-optin": (Layout.HND, 1, True, False, Probe, True, False),
+    "nhd-b1-cross-optin-view": (Layout.NHD, 1, True, True, Probe, True, True),
+    "nhd-b1-default-copy": (Layout.NHD, 1, None, False, Probe, False, False),
+    "nhd-b1-denied-copy": (Layout.NHD, 1, False, False, Probe, False, False),
+    "nhd-b1-cross-denied-copy": (Layout.NHD, 1, False, True, Probe, False, False),
+    "nhd-b1-subclass-copy": (Layout.NHD, 1, True, False, Heir, False, False),
+}
+
+
+def dispatched(rank: int, exchange: str, case: str) -> None:
+    layout, batch, accepts, cross, kind, slots_view, collective_view = CASES[case]
+    q_sizes, kv_sizes = ((3, 4), (5, 2)) if cross else ((3, 4), (3, 4))
+    whole = qkv(sum(q_sizes), sum(kv_sizes), heads=4, batch=batch)
+    pieces = [mine(t, s, rank) for t, s in zip(whole, (q_sizes, kv_sizes, kv_sizes), strict=True)]
+    order = ("q", "k", "v") if cross else ("v", "q", "k")
+    issued: list[str] = []
+
+    def compute(role: str) -> Callable[[], Tensor]:
+        return lambda: (issued.append(role), pieces["qkv".index(role)])[1]
+
+    backend = kind(layout, accepts)
+    attn = UlyssesAttention(backend, exchange=exchange)
+    for _ in range(2):  # the second call finds memory that has been used
+        with FusedCopies() as fused:
+            out = attn.forward_async(compute("q"), compute("k"), compute("v"), issue_order=order)
+        torch.testing.assert_close(out, mine(one_rank(*whole), q_sizes, rank), rtol=0, atol=1e-5)
+    view = slots_view if exchange == "slots" else collective_view
+    assert issued == list(order) * 2
+    assert backend.lengths == [(sum(q_sizes), sum(kv_sizes))] * 2
+    for seen in backend.values:
+        for got, full in zip(seen, whole, strict=True):
+            want = mine(full, (2, 2), rank, dim=2)
+            assert torch.equal(got, want if layout is Layout.NHD else want.transpose(1, 2))
+    # A view lies where the lane lies in every call; q, k and v in memory of their own.
+    assert (backend.pointers[0] == backend.pointers[1]) >= view and len(set(backend.pointers[0])) == 3
+    slots = set(memory_of(attn, exchange))
+    assert all((pointer in slots) == view for pointer in backend.pointers[1])
+    # Inputs: none for a view, else one for all three. The collective assembles its output, of any layout, in one more.
+    assert fused.count == (not view) + (exchange == "collective")
+
+
+def memory_of(attn: UlyssesAttention, exchange: str) -> list[int]:
+    ex: Any = attn.exchange
+    if exchange == "slots":
+        return [ex.memory.slot(ex.rank, role, 1).untyped_storage().data_ptr() for role in "qkv"]
+    return [ex._buffers[f"receive {role}"].untyped_storage().data_ptr() for role in "qkv"]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("exchange", ["slots", "collective"])
+def test_dispatch(on_ranks: Run, exchange: str, case: str) -> None:
+    on_ranks(2, dispatched, exchange, case)
+
+
+# -- the promise ---------------------------------------------------------------------------------------------------
+
+
+class Says(SdpaBackend):
+    """A subclass that says it again."""
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return replace(super().capabilities, accepts_unowned_inputs=True)
+
+
+class SaysOther(SdpaBackend):
+    """A subclass that says something, but not that."""
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return replace(super().capabilities, masks=False)
+
+
+class Configured(SdpaBackend):
+    """Accepts with one of its kernels only."""
+
+    def __init__(self, kernel: str) -> None:
+        self.kernel = kernel
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return replace(super().capabilities, accepts_unowned_inputs=self.kernel == "careful")
+
+
+class Wrapper(AttentionBackend):
+    """Lends its inner backend's promise to a kernel of its own."""
+
+    def __init__(self, inner: AttentionBackend) -> None:
+        self.inner = inner
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self.inner.capabilities
+
+    def forward(self, *args: Tensor, **options: Any) -> Tensor:
+        return self.inner.forward(*args, **options)
+
+
+class Editor(Wrapper):
+    """Lends it through `replace`."""
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return replace(self.inner.capabilities, masks=False)
+
+
+def compiled() -> SdpaBackend:
+    backend = SdpaBackend()
+    backend.forward = torch.compile(backend.forward)  # type: ignore[method-assign]
+    return backend
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (SdpaBackend, True),
+        (Says, True),
+        (lambda: Configured("careful"), True),
+        (lambda: Configured("fast"), False),
+        (type("Silent", (SdpaBackend,), {}), False),
+        (SaysOther, False),
+        (NhdBackend, False),
+        (lambda: Wrapper(SdpaBackend()), False),
+        (lambda: Editor(SdpaBackend()), False),
+        (compiled, False),
+    ],
+    ids=["itself", "again", "config", "other config", "silent", "other", "default", "wrapper", "editor", "compiled"],
+)
+def test_only_ones_own_explicit_promise_counts(make: Callable[[], AttentionBackend], expected: bool) -> None:
+    assert borrows(make(), CPU) is expected
+
+
+@pytest.mark.fast
+def test_a_replaced_forward_takes_the_promise_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert borrows(SdpaBackend(), CPU)
+    monkeypatch.setattr(SdpaBackend, "forward", lambda self, q, k, v, **options: v)
+    assert not borrows(SdpaBackend(), CPU)
+
+
+@pytest.mark.fast
+def test_the_cuda_allocator_is_part_of_the_decision(monkeypatch: pytest.MonkeyPatch) -> None:
+    for allocator, expected in (("native", True), ("cudaMallocAsync", False)):
+        monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda a=allocator: a)
+        assert borrows(SdpaBackend(), torch.device("cuda")) is expected
+
+
+# -- those that break it -------------------------------------------------------------------------------------------
+
+
+class KeepsView(Says):
+    kept: Any = None
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return replace(super().capabilities, accepts_unowned_inputs=True)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        self.keep(q, k, v)
+        return super().forward(q, k, v, **options)
+
+    def keep(self, q: Tensor, k: Tensor, v: Tensor) -> None:
+        self.kept = k
+
+
+class KeepsViewOfView(KeepsView):
+    @property
+    def capabilities(self) -> Capabilities:
+        return replace(super().capabilities, accepts_unowned_inputs=True)
+
+    def keep(self, q: Tensor, k: Tensor, v: Tensor) -> None:
+        self.kept = [v.flatten()[1:3].view(2)]
+
+
+class SavesForBackward(KeepsView):
+    @property
+    def capabilities(self) -> Capabilities:
+        return replace(super().capabilities, accepts_unowned_inputs=True)
+
+    def keep(self, q: Tensor, k: Tensor, v: Tensor) -> None:
+        with torch.enable_grad():
+            self.kept = q * torch.ones(1, requires_grad=True)
+
+
+class LeavesGarbage(KeepsView):
+    @property
+    def capabilities(self) -> Capabilities:
+        return replace(super().capabilities, accepts_unowned_inputs=True)
+
+    def keep(self, q: Tensor, k: Tensor, v: Tensor) -> None:
+        cycle: list[Any] = [q]
+        cycle.append(cycle)
+
+
+class ReturnsV(KeepsView):
+    @property
+    def capabilities(self) -> Capabilities:
+        return replace(super().capabilities, accepts_unowned_inputs=True)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        return v
+
+
+def misbehaves(rank: int, kind: type[SdpaBackend], exchange: str) -> tuple[str, str]:
+    """Rank 1 has the bad backend. What each rank gets, and whether the exchange goes on or says that it does not."""
+    pieces = [mine(t, (3, 5), rank) for t in qkv(8, 8, heads=4)]
+    good = UlyssesAttention(SdpaBackend(), exchange=exchange)
+    expected = good(*pieces)
+    bad = UlyssesAttention(kind() if rank else SdpaBackend(), exchange=exchange)
+    try:
+        bad(*pieces)
+        caught = ("nothing", "")
+    except Exception as error:
+        caught = (type(error).__name__, str(error))
+    try:
+        assert torch.equal(good(*pieces), expected)
+    except ExchangeClosedError as closed:
+        return caught[0], caught[1] + " | " + str(closed)
+    return caught
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("kind", "lane"), [(KeepsView, "k"), (KeepsViewOfView, "v"), (SavesForBackward, "q")], ids=lambda x: str(x)
+)
+def test_keeping_an_input_is_an_error_that_names_the_backend_and_the_lane(kind: type[SdpaBackend], lane: str) -> None:
+    other, bad = run_ranks(misbehaves, 2, kind, "slots")
+    assert bad[0] == RetainedInputError.__name__
+    assert f"{kind.__name__} was required to let go" in bad[1] and f"still holds {lane}," in bad[1]
+    assert "closed by an earlier error: RetainedInputError" in bad[1]
+    assert other[0] == ExchangeClosedError.__name__ and "rank 1 gave up" in other[1]
+
+
+@pytest.mark.full
+def test_returning_an_input_is_an_error_and_the_exchange_goes_on() -> None:
+    other, bad = run_ranks(misbehaves, 2, ReturnsV, "slots")
+    assert bad[0] == AliasedOutputError.__name__ and "ReturnsV" in bad[1] and "slot of v" in bad[1]
+    assert other[0] == PeerRefusedError.__name__ and "AliasedOutputError" in other[1]
+    assert "closed" not in bad[1] + other[1]
+
+
+def leaves_garbage(rank: int) -> tuple[int, float]:
+    attn = UlyssesAttention(LeavesGarbage(), exchange="slots")
+    whole = qkv(8, 8, heads=4)
+    out = attn(*(mine(t, (3, 5), rank) for t in whole))
+    difference = float((out - mine(one_rank(*whole), (3, 5), rank)).abs().max())
+    return attn.exchange.counters.leases_collected, difference
+
+
+@pytest.mark.full
+def test_garbage_is_a_counted_warning() -> None:
+    for collected, difference in run_ranks(leaves_garbage, 2):
+        assert collected == 1 and difference < 1e-5
