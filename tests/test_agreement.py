@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ithaca import Layout, PeerRefusedError, PlanMismatchError
+from ithaca import CorruptHeaderError, Layout, PeerRefusedError, PlanMismatchError
 from ithaca.exchange.agreement import DTYPES, HEADER_NBYTES, MAX_LANES, Claim, Header, settle
 
 pytestmark = pytest.mark.fast
@@ -49,7 +49,7 @@ def test_noise_gives_an_error_or_a_valid_header(noise: bytes, with_magic: bool) 
     data = V.encode()[:20] + noise[20:] if with_magic else noise
     try:
         header = Header.decode(data, rank=1)
-    except PlanMismatchError as error:
+    except CorruptHeaderError as error:
         assert "rank 1" in str(error)
     else:
         assert len(header.claims) <= MAX_LANES
@@ -57,7 +57,7 @@ def test_noise_gives_an_error_or_a_valid_header(noise: bytes, with_magic: bool) 
 
 
 def test_a_header_of_another_length_is_refused() -> None:
-    with pytest.raises(PlanMismatchError, match="1023 bytes"):
+    with pytest.raises(CorruptHeaderError, match="1023 bytes"):
         Header.decode(V.encode()[:-1], rank=0)
 
 

@@ -17,6 +17,7 @@ from ithaca import (
     ClosureError,
     InvalidInputError,
     IthacaError,
+    PeerDiedError,
     PeerRefusedError,
     PlanMismatchError,
     SdpaBackend,
@@ -33,6 +34,20 @@ Fault = Callable[[int, Tensors], object]
 
 def boom() -> Tensor:
     raise ValueError("boom")
+
+
+def raises(error: Exception) -> Callable[[], Tensor]:
+    def compute() -> Tensor:
+        raise error
+
+    return compute
+
+
+class Elsewhere(SdpaBackend):
+    """Returns its output on another device."""
+
+    def forward(self, *args: Tensor, **options: object) -> Tensor:
+        return super().forward(*args, **options).to("meta")  # type: ignore[arg-type]
 
 
 def shaped(*change: int) -> Fault:
@@ -82,14 +97,14 @@ FAULTS: dict[str, tuple[Fault, Kind, str, Kind, str]] = {
     "3-D on rank 1": (
         on_one(lambda t: attend_async([t[0], t[1], t[2][0]])),
         PeerRefusedError,
-        r"rank 1 refused: InvalidInputError: v was required to be \[B, S_local, H, D\]; received \[5, 4, 16\]",
+        r"rank 1 refused: InvalidInputError: rank 1: v was required to be \[B, S_local, H, D\]; received \[5, 4, 16\]",
         InvalidInputError,
         r"received \[5, 4, 16\]",
     ),
     "k of another batch": (
         on_one(lambda t: attend_async([t[0], torch.cat([t[1]] * 2), t[2]])),
         PeerRefusedError,
-        "rank 1 refused: InvalidInputError: k was required to be",
+        "rank 1 refused: InvalidInputError: rank 1: k was required to be",
         InvalidInputError,
         r"k was required to be \[1, 5, 4, 16\]",
     ),
@@ -138,7 +153,7 @@ FAULTS: dict[str, tuple[Fault, Kind, str, Kind, str]] = {
     "first closure raises": (
         on_one(lambda t: attend_async([t[0], t[1], boom])),  # type: ignore[list-item]
         PeerRefusedError,
-        "rank 1 refused: ClosureError: compute_v raised ValueError: boom",
+        "rank 1 refused: ClosureError: rank 1: compute_v raised ValueError: boom",
         ClosureError,
         "compute_v raised ValueError: boom",
     ),
@@ -159,7 +174,7 @@ FAULTS: dict[str, tuple[Fault, Kind, str, Kind, str]] = {
     "backend raises": (
         lambda rank, t: with_backend(RaisingBackend(here=rank == 1), t),
         PeerRefusedError,
-        "rank 1 refused: ClosureError: RaisingBackend raised RuntimeError: kernel on fire",
+        "rank 1 refused: ClosureError: rank 1: RaisingBackend raised RuntimeError: kernel on fire",
         ClosureError,
         "kernel on fire",
     ),
@@ -243,6 +258,62 @@ FAULTS: dict[str, tuple[Fault, Kind, str, Kind, str]] = {
         InvalidInputError,
         "this one began inside another",
     ),
+    "project_out raises": (  # the exchange is over by then: no peer waits for anything
+        lambda rank, t: attend_async(t, project_out=lambda heads: boom() if rank else heads * 1),
+        (),
+        "",
+        ClosureError,
+        "rank 1: project_out raised ValueError: boom",
+    ),
+    "a mask that is a list": (
+        on_one(lambda t: attend_async(t, mask=[True] * 8)),
+        PeerRefusedError,
+        "mask was required to be a tensor or None",
+        InvalidInputError,
+        "received list",
+    ),
+    "no order at all": (
+        on_one(lambda t: attend_async(t, issue_order=None)),
+        PeerRefusedError,
+        "permutation",
+        InvalidInputError,
+        "received None",
+    ),
+    "an order of numbers": (
+        on_one(lambda t: attend_async(t, issue_order=(1, 2, 3))),
+        PeerRefusedError,
+        "permutation",
+        InvalidInputError,
+        "rank 1: issue_order",
+    ),
+    "an error that is no text": (
+        on_one(lambda t: attend_async([t[0], raises(ValueError("\udcff")), t[2]])),  # type: ignore[list-item]
+        PeerRefusedError,
+        "udcff",
+        ClosureError,
+        "compute_k raised ValueError",
+    ),
+    "a verdict of somebody else": (
+        on_one(lambda t: attend_async([t[0], raises(PlanMismatchError("other group")), t[2]])),  # type: ignore[list-item]
+        PeerRefusedError,
+        "rank 1 refused: PlanMismatchError: other group",
+        PlanMismatchError,
+        "other group",
+    ),
+    "a death in somebody else's group": (
+        on_one(lambda t: attend_async([raises(PeerDiedError("other group")), t[1], t[2]])),  # type: ignore[list-item]
+        PeerRefusedError,
+        "rank 1 refused: PeerDiedError: other group",
+        PeerDiedError,
+        "other group",
+    ),
+    "an output elsewhere": (
+        lambda rank, t: with_backend(Elsewhere() if rank else SdpaBackend(), t),
+        PeerRefusedError,
+        "rank 1 refused: UnsupportedError.*meta",
+        UnsupportedError,
+        "meta",
+    ),
     "project_out returns a view, on both": (
         lambda rank, t: attend_async(t, project_out=lambda heads: heads[:, 1:]),
         ClosureError,
@@ -282,5 +353,6 @@ def test_a_fault_reaches_every_rank(on_ranks: Run, exchange: str, name: str) -> 
         on_ranks(2, with_fault, exchange, name), (kind0, kind1), (word0, word1), strict=True
     ):
         allowed = kind if isinstance(kind, tuple) else (kind,)
-        assert caught in [each.__name__ for each in allowed], message
+        assert caught in ([each.__name__ for each in allowed] or ["nothing"]), message
+        assert not allowed or "rank" in message or name.startswith(("a verdict", "a death")), "it says on which rank"
         assert re.search(word, message), message

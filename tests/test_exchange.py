@@ -13,7 +13,18 @@ import torch.distributed as dist
 from cases import RaisingBackend, mine, one_rank, qkv
 from conftest import Run
 
-from ithaca import IthacaError, Layout, LeaseError, SdpaBackend, UlyssesAttention, exchange_for, run_ranks
+from ithaca import (
+    ExchangeClosedError,
+    GrowthError,
+    InvalidInputError,
+    IthacaError,
+    Layout,
+    LeaseError,
+    SdpaBackend,
+    UlyssesAttention,
+    exchange_for,
+    run_ranks,
+)
 from ithaca.sharding import cut, gather
 
 pytestmark = pytest.mark.full
@@ -29,6 +40,9 @@ def carried(rank: int, want: str, dtype: torch.dtype, layout: Layout) -> None:
         call.push(v=piece, q=piece, k=piece)
         with call.wait() as lease:
             got = lease["q"].clone()
+        call.push_out(got, layout)
+        with call.wait_out() as home:
+            assert torch.equal(home["out"].view(torch.uint8), piece.contiguous().view(torch.uint8))
     expected = mine(whole, (3, 2), rank, dim=2)
     expected = expected if layout is Layout.NHD else expected.transpose(1, 2)
     assert got.dtype == dtype and torch.equal(got.view(torch.uint8), expected.contiguous().view(torch.uint8))
@@ -68,7 +82,7 @@ def held_lease(rank: int) -> None:
         lease.release()
         with call.wait() as after:
             assert (after["gather"] == 2).all()
-    with pytest.raises(LeaseError, match="after its lease was released"):
+    with pytest.raises(LeaseError, match="before its release; received a request for gather"):
         lease["gather"]
 
 
@@ -110,24 +124,23 @@ def test_old_memory_lives_as_long_as_a_view(on_ranks: Run) -> None:
 
 def growth_fails(rank: int) -> str:
     """Rank 1 cannot make the memory: an error on both ranks, and the next call, which needs none, works."""
-    from ithaca import GrowthError
     from ithaca.exchange.peer_memory import host
 
     attn = UlyssesAttention(SdpaBackend(), exchange="slots")
     small, large = ([mine(t, (3, 5), rank) for t in qkv(8, 8, heads=4, head_dim=n)] for n in (16, 4096))
     attn(*small)
-    allocate = host._allocate
+    allocate = host.allocate
     if rank == 1:
 
         def full(nbytes: int) -> int:
             raise OSError(28, "No space left on device")
 
-        host._allocate = full
+        host.allocate = full
     try:
         with pytest.raises(GrowthError, match="rank 1 could not make") as raised:
             attn(*large)
     finally:
-        host._allocate = allocate
+        host.allocate = allocate
     expected = mine(one_rank(*qkv(8, 8, heads=4)), (3, 5), rank)
     torch.testing.assert_close(attn(*small), expected, rtol=0, atol=1e-5)
     assert torch.isfinite(attn(*large)).all()
@@ -217,3 +230,75 @@ def raises_before_growth(rank: int) -> None:
 
 def test_an_error_before_the_output_has_memory() -> None:
     run_ranks(raises_before_growth, 2)
+
+
+def meets_while_it_grows(rank: int, copy: str) -> None:
+    """A closure that needs its peers, in a call that needs memory: growth must not be waited for in `push`."""
+    attn = UlyssesAttention(SdpaBackend(), exchange=exchange_for(want="slots", copy=copy))
+    whole = qkv(8, 8, heads=4)
+    q, k, v = (mine(t, (3, 5), rank) for t in whole)
+
+    def meet() -> torch.Tensor:
+        dist.barrier()
+        return q
+
+    out = attn.forward_async(meet, lambda: k, lambda: v)
+    torch.testing.assert_close(out, mine(one_rank(*whole), (3, 5), rank), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("copy", ["inline", "thread"])
+def test_a_closure_may_meet_its_peers_elsewhere(copy: str) -> None:
+    run_ranks(meets_while_it_grows, 2, copy, timeout=30)
+
+
+def left_early(rank: int, want: str) -> None:
+    exchange = exchange_for(want=want)
+    with (
+        pytest.raises(InvalidInputError, match="required to be gone through to its end"),
+        exchange.call(("v", "q", "k"), Layout.NHD) as call,
+    ):
+        call.push(v=torch.zeros(1, 2, 2, 4))
+    carried(rank, want, torch.float64, Layout.HND)
+
+
+@pytest.mark.parametrize("want", EXCHANGES)
+def test_leaving_a_call_early_is_an_error_and_the_next_one_works(on_ranks: Run, want: str) -> None:
+    on_ranks(2, left_early, want)
+
+
+def forked(rank: int) -> None:
+    """A child forked meanwhile has no part in the exchange, and its end is not that of its parent's."""
+    attn = UlyssesAttention(SdpaBackend(), exchange="slots")
+    whole = qkv(8, 8, heads=4)
+    pieces = [mine(t, (3, 5), rank) for t in whole]
+    attn(*pieces)
+    child = os.fork()
+    if child == 0:
+        attn.exchange.destroy()
+        try:
+            attn(*pieces)
+        except ExchangeClosedError:
+            os._exit(0)
+        os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+    torch.testing.assert_close(attn(*pieces), mine(one_rank(*whole), (3, 5), rank), rtol=0, atol=1e-5)
+
+
+def test_a_forked_child_has_no_part_in_it() -> None:
+    run_ranks(forked, 2)
+
+
+def too_large(rank: int) -> None:
+    exchange = exchange_for(want="slots")
+    vast = torch.zeros(1, 1, 1, 1).expand(1, 2**40, 1, 1)  # four terabytes that cost nothing here
+    with (
+        pytest.raises(GrowthError, match="are available"),
+        exchange.call(("gather",), Layout.NHD, gathered=True) as call,
+    ):
+        call.push(gather=vast)
+        call.wait()
+    carried(rank, "slots", torch.float64, Layout.HND)
+
+
+def test_more_than_the_machine_has_is_an_error(on_ranks: Run) -> None:
+    on_ranks(2, too_large)

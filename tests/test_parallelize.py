@@ -172,5 +172,28 @@ def raises_between_calls(rank: int) -> None:
     assert issubclass(PeerRefusedError, IthacaError)
 
 
+def raises_after_the_exchange(rank: int) -> None:
+    """An output projection that raises on rank 1, when rank 0 has all it needs of this call and goes on to the next."""
+    model, given = wan(), inputs(GRIDS["24 tokens"])
+    expected = model(**given)[0]
+    parallelize(model, ulysses_degree=2)
+    to_out = model.blocks[0].attn1.to_out[0]
+    forward = to_out.forward
+
+    def out_of_memory(*args: Any) -> None:
+        raise MemoryError("no more")
+
+    if rank == 1:
+        to_out.forward = out_of_memory
+    with pytest.raises(IthacaError, match="MemoryError: no more"):
+        model(**given)
+    to_out.forward = forward
+    assert torch.equal(model(**given)[0], expected)
+
+
+def test_an_output_projection_that_raises_tells_the_peers(on_ranks: Run) -> None:
+    on_ranks(2, raises_after_the_exchange)
+
+
 def test_a_model_that_raises_tells_its_peers(on_ranks: Run) -> None:
     on_ranks(2, raises_between_calls)

@@ -6,6 +6,7 @@ from ithaca.diffusers import parallelize
 from ithaca.errors import (
     AliasedOutputError,
     ClosureError,
+    CorruptHeaderError,
     ExchangeClosedError,
     ExchangeUnavailableError,
     GrowthError,
@@ -52,6 +53,7 @@ __all__ = [
     "IthacaError",
     "AliasedOutputError",
     "ClosureError",
+    "CorruptHeaderError",
     "ExchangeClosedError",
     "ExchangeUnavailableError",
     "GrowthError",

@@ -6,6 +6,9 @@ from __future__ import annotations
 class IthacaError(Exception):
     """Base of all errors of this library."""
 
+    #: Whether the other ranks of the group have an error for it too, or will at their next call.
+    group_knows = False
+
 
 class InvalidInputError(IthacaError, ValueError):
     """This rank was given something that the call cannot take."""
@@ -17,6 +20,10 @@ class UnsupportedError(IthacaError):
 
 class PlanMismatchError(IthacaError):
     """The ranks of a group entered the same call with different ideas of it. Raised alike on every rank."""
+
+
+class CorruptHeaderError(IthacaError):
+    """A peer sent something that is not a header of this library. The exchange is closed by it."""
 
 
 class PeerRefusedError(IthacaError):

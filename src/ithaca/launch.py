@@ -97,9 +97,14 @@ class RankPool:
             self._end(_GRACE_OF_FAILURE)
 
     def _send(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        if not self.alive:
+            raise RankFailedError("a pool that is alive was required; this one has ended, by a failure or `close`")
         job = pickle.dumps((fn, args))
-        for pipe in self._pipes:
-            pipe.send_bytes(job)
+        for rank, pipe in enumerate(self._pipes):
+            try:
+                pipe.send_bytes(job)
+            except OSError as error:
+                raise RankFailedError(f"rank {rank} was required to take a job; it has died: {error}") from error
 
     def _results(self, timeout: float, tolerant: bool) -> list[Any]:
         deadline = time.monotonic() + timeout
@@ -126,6 +131,8 @@ class RankPool:
             self._processes[rank].join(_GRACE)
             code = self._processes[rank].exitcode
             raise RankFailedError(f"rank {rank} ended with exit code {code} and no result") from None
+        except Exception as error:
+            raise RankFailedError(f"rank {rank} returned what this process cannot unpickle: {error!r}") from error
         if not fine:
             raise RankFailedError(f"rank {rank} failed:\n{payload}")
         return payload

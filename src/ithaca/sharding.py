@@ -24,7 +24,7 @@ def gather(piece: Tensor, dim: int, exchange: Exchange) -> Tensor:
     Pieces may differ in their length, and in nothing else. The result is the caller's.
     """
     rows = piece.movedim(dim, 0)
-    with exchange.call((_GATHER,), Layout.NHD, gathered=True, terms=f"gather dim {dim}") as call:
+    with exchange.call((_GATHER,), Layout.NHD, gathered=True, terms=f"gather dim {dim} of {[*rows.shape[1:]]}") as call:
         call.push(**{_GATHER: rows.reshape(1, rows.shape[0], 1, math.prod(rows.shape[1:]))})
         with call.wait() as whole:
             lane = whole.own()[_GATHER]

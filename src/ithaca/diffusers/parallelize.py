@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 from typing import Any, TypeVar
 
@@ -73,12 +74,13 @@ def _tell_peers_of_errors(model: nn.Module, attention: UlyssesAttention) -> None
     """A model that raises between two calls would leave its peers waiting in the next one: enter it, and refuse."""
     forward = model.forward
 
+    @functools.wraps(forward)
     def told(*args: Any, **kwargs: Any) -> Any:
         try:
             return forward(*args, **kwargs)
-        except IthacaError:  # came out of a call: they know
-            raise
         except Exception as error:
+            if isinstance(error, IthacaError) and error.group_knows:
+                raise
             with contextlib.suppress(IthacaError):  # peers that are gone need not be told
                 attention.exchange.refuse(f"{type(model).__name__}.forward raised {type(error).__name__}: {error}")
             raise

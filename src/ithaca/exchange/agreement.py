@@ -14,7 +14,7 @@ from functools import lru_cache
 
 import torch
 
-from ithaca.errors import PeerRefusedError, PlanMismatchError
+from ithaca.errors import CorruptHeaderError, PeerRefusedError, PlanMismatchError
 from ithaca.geometry import Layout, Splits
 from ithaca.plan import Lane
 from ithaca.version import __version__
@@ -110,8 +110,8 @@ class Header:
     def decode(cls, data: bytes, rank: int) -> Header:
         """Read a header that came from ``rank``; whatever it holds, the result is valid or an error is raised."""
 
-        def broken(what: str) -> PlanMismatchError:
-            return PlanMismatchError(f"rank {rank} was required to send an Ithaca header; received {what}")
+        def broken(what: str) -> CorruptHeaderError:
+            return CorruptHeaderError(f"rank {rank} was required to send an Ithaca header; received {what}")
 
         if len(data) != HEADER_NBYTES:
             raise broken(f"{len(data)} bytes in place of {HEADER_NBYTES}")
@@ -181,7 +181,7 @@ def _lanes(claims: tuple[tuple[Claim, ...], ...], gathered: bool) -> tuple[Lane,
 
 
 def _clip(text: str, nbytes: int) -> bytes:
-    return text.encode()[:nbytes]
+    return text.encode(errors="backslashreplace")[:nbytes]
 
 
 def _text(data: bytes) -> str:

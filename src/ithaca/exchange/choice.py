@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ithaca.errors import ExchangeUnavailableError, InvalidInputError, PlanMismatchError
+from ithaca.errors import ExchangeUnavailableError, InvalidInputError, PlanMismatchError, UnsupportedError
 from ithaca.exchange.collective import CollectiveExchange
 from ithaca.exchange.copy_stream import COPY_MODES
 from ithaca.exchange.interface import Exchange
@@ -62,10 +62,15 @@ def host_facts() -> dict[str, Any]:
 
 def choose(facts: list[dict[str, Any]]) -> tuple[str, str]:
     """The kind of exchange and the reason, from what the ranks of a group said of themselves."""
-    for key in ("version", "want", "copy"):
+    for key in ("version", "want", "copy", "device"):
         if len({f[key] for f in facts}) > 1:
             said = ", ".join(f"rank {rank}: {f[key]!r}" for rank, f in enumerate(facts))
             raise PlanMismatchError(f"all ranks were required to ask for the same {key} of exchange; received {said}")
+    if f"{facts[0]['device']}:" not in facts[0]["backend"]:
+        raise UnsupportedError(
+            f"tensors were required to be where the process group ({facts[0]['backend']}) can carry them; "
+            f"received some on {facts[0]['device']}"
+        )
     hindrance = _hindrance(facts)
     if hindrance and facts[0]["want"] == "slots":
         raise ExchangeUnavailableError(f"slots were asked for, but {hindrance}")
@@ -132,6 +137,7 @@ def _make(pg: dist.ProcessGroup, state: _GroupState, want: str, copy: str, devic
     store, key = pg.get_group_store(), f"ithaca/exchange/{state.rounds}"
     state.rounds += 1
     said = {**host_facts(), "want": want, "copy": copy, "device": device.type, "version": __version__}
+    said["backend"] = dist.get_backend_config(pg)
     put_facts(store, key, rank, said)
     kind, reason = choose(read_facts(store, key, rank, world_size, timeout, "the choice of an exchange"))
     made = f"{kind} {copy}" if kind == "slots" else f"{kind} {device}"

@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Generator
 
+from ithaca.errors import ExchangeClosedError
 from ithaca.exchange.peer_memory.interface import PeerMemory, Wait
 
 Task = Generator[Wait, None, None]
@@ -43,8 +44,11 @@ class InlineStream(CopyStream):
         self._tasks: deque[Task] = deque()
         self._waiting: Wait | None = None
         self._error: BaseException | None = None
+        self._closed = False
 
     def submit(self, task: Task) -> None:
+        if self._closed:
+            raise ExchangeClosedError("a task was submitted to a copy stream that is closed")
         if self._error is None:
             self._tasks.append(task)
             self._advance(block=False)
@@ -56,6 +60,10 @@ class InlineStream(CopyStream):
             raise error
 
     def close(self) -> None:
+        self._closed = True
+        self._drop()
+
+    def _drop(self) -> None:
         self._tasks.clear()
         self._waiting = None
 
@@ -68,7 +76,7 @@ class InlineStream(CopyStream):
                 if self._waiting is None:
                     self._tasks.popleft()
         except BaseException as error:
-            self.close()
+            self._drop()
             self._error = error
 
 
@@ -86,13 +94,17 @@ class ThreadStream(CopyStream):
 
     def submit(self, task: Task) -> None:
         with self._changed:
-            if self._error is None and not self._closed:
+            if self._closed:
+                raise ExchangeClosedError("a task was submitted to a copy stream that is closed")
+            if self._error is None:
                 self._tasks.append(task)
                 self._changed.notify_all()
 
     def flush(self) -> None:
         with self._changed:
             self._changed.wait_for(lambda: not (self._tasks or self._busy))
+            if self._closed and self._error is None:
+                raise ExchangeClosedError("the copy stream was closed while tasks of it were waited for")
             if self._error is not None:
                 error, self._error = self._error, None
                 raise error

@@ -16,10 +16,13 @@ together and the exchange stays usable; an error that nobody can agree on any mo
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import TracebackType
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -28,9 +31,8 @@ from ithaca.errors import (
     ExchangeClosedError,
     GrowthError,
     InvalidInputError,
-    PeerDiedError,
+    IthacaError,
     PeerRefusedError,
-    PeerTimeoutError,
     PlanMismatchError,
     RetainedInputError,
     UnsupportedError,
@@ -38,11 +40,12 @@ from ithaca.errors import (
 from ithaca.exchange.agreement import DTYPES, Claim, Header
 from ithaca.exchange.lease import Lease
 from ithaca.geometry import Layout
-from ithaca.plan import CallPlan, Lane, as_nhd
+from ithaca.plan import OUT, CallPlan, Lane, as_nhd
 
 #: Errors that every rank of the group raises alike, at the same step: after them the exchange goes on.
 AGREED = (PlanMismatchError, PeerRefusedError, GrowthError)
-_FATAL = (PeerDiedError, PeerTimeoutError, ExchangeClosedError, RetainedInputError)
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -70,6 +73,7 @@ class Exchange(ABC):
         self._current: Call | None = None
         self._ended: BaseException | None = None
         self._entering = threading.Lock()
+        self._process = os.getpid()
 
     def call(self, order: tuple[str, ...], layout: Layout, *, gathered: bool = False, terms: str = "") -> Call:
         """Begin a call that will push the lanes of ``order``, received in ``layout``; use it as a ``with`` block.
@@ -77,6 +81,10 @@ class Exchange(ABC):
         ``gathered``: every rank receives all heads (a plain gather over the tokens, without a way home). ``terms`` is
         text that must be equal on all ranks. Refused while another call of the group is under way.
         """
+        return self._new_call(Header(call=-1, step=0, order=order, gathered=gathered, terms=terms), layout)
+
+    def _enter(self, call: Call) -> int:
+        """Make ``call`` the one under way, and give its number, which is equal on all ranks."""
         with self._entering:
             if self._current is not None:
                 raise InvalidInputError(
@@ -88,13 +96,14 @@ class Exchange(ABC):
                     f"rank {self.rank}: the exchange was closed by an earlier error: "
                     f"{type(self._ended).__name__}: {self._ended}"
                 ) from self._ended
-            call = self._new_call(
-                Header(call=self._number, step=0, order=order, gathered=gathered, terms=terms), layout
-            )
-            self._number += 1
+            if os.getpid() != self._process:
+                raise ExchangeClosedError(
+                    f"rank {self.rank}: this process was forked from the one that this exchange belongs to"
+                )
             self._current = call
+            self._number += 1
         self.counters.calls += 1
-        return call
+        return self._number
 
     @abstractmethod
     def _new_call(self, header: Header, layout: Layout) -> Call: ...
@@ -120,12 +129,12 @@ class Exchange(ABC):
 
         Blocks until they are there. They raise `PeerRefusedError`; then the exchange goes on.
         """
-        with self.call((), Layout.NHD) as call, contextlib.suppress(*AGREED):
-            call._refuse(reason)
+        with contextlib.suppress(_Refusal), self.call((), Layout.NHD):
+            raise _Refusal(reason)
 
     def destroy(self) -> None:
         """Give everything back. A peer that still expects something of this rank gets an error; others do not."""
-        if self._ended is None:
+        if self._ended is None and os.getpid() == self._process:  # a forked child must not end its parent's
             self._ended = ExchangeClosedError(f"rank {self.rank} called destroy()")
             self._shut(None)
 
@@ -133,6 +142,15 @@ class Exchange(ABC):
         if self._ended is None:
             self._ended = error
             self._shut(error)
+
+
+def _known(error: BaseException) -> None:
+    if isinstance(error, IthacaError):
+        error.group_knows = True
+
+
+class _Refusal(Exception):
+    """Raised inside a call only to tell its reason to the peers."""
 
 
 class Call(ABC):
@@ -146,8 +164,13 @@ class Call(ABC):
         self.lanes: list[Lane] = []
         #: Known once all input lanes are.
         self.plan: CallPlan | None = None
-        #: Whether every rank has all that it needs of this one: an error from then on is this rank's own affair.
+        #: Whether the last step at which ranks meet is behind this one: an error from then on is its own affair.
+        self._last_step_taken = False
         self._complete = False
+        #: What the exchange itself raised in this call: an agreed verdict, or the end of it. The same types may come
+        #: out of a closure that uses another group, and mean nothing here.
+        self._verdict: BaseException | None = None
+        self._fatal: BaseException | None = None
 
     # -- what a strategy calls --------------------------------------------------------------------------------------
 
@@ -165,11 +188,13 @@ class Call(ABC):
             claims.append(Claim(role, tensor.dtype, self._layout, tuple(tensor.shape)))
         self._pushed.extend(tensors)
         # Detached: the copies may run on another thread, where grad mode is on by default.
-        self._push(self._next_header(claims=tuple(claims)), {role: t.detach() for role, t in tensors.items()})
+        header, sources = self._next_header(claims=tuple(claims)), {role: t.detach() for role, t in tensors.items()}
+        self._last_step_taken = self._header.gathered and len(self._pushed) == len(self._header.order)
+        self._own(lambda: self._push(header, sources))
 
     def wait(self) -> Lease:
         """Block until all lanes of the call have arrived from all ranks; the sources are free again."""
-        lease = self._leased(self._wait())
+        lease = self._leased(self._own(self._wait))
         if self._header.gathered:
             self._complete = True
         else:
@@ -179,7 +204,9 @@ class Call(ABC):
     def push_out(self, out: Tensor, layout: Layout) -> None:
         """Send this rank's heads home: all tokens of the queries, in ``layout``; borrowed until `wait_out`."""
         if self.plan is None:
-            raise InvalidInputError("the output was pushed before the inputs had been waited for")
+            raise InvalidInputError(
+                f"rank {self._exchange.rank}: the inputs were required to be waited for before the output is pushed"
+            )
         rank, lane = self._exchange.rank, self.plan.out
         required = lane.holds[rank].shape(layout, lane.batch, lane.head_dim)
         if tuple(out.shape) != required or out.dtype != lane.dtype:
@@ -187,12 +214,14 @@ class Call(ABC):
                 f"rank {rank}: the backend was required to return {list(required)} {lane.dtype}; "
                 f"received {list(out.shape)} {out.dtype}"
             )
-        header = self._next_header(digest=self.plan.digest)
-        self._push_out(header, lane, as_nhd(out.detach(), layout))
+        self._exchange.check(OUT, out)
+        header, source = self._next_header(digest=self.plan.digest), as_nhd(out.detach(), layout)
+        self._last_step_taken = True
+        self._own(lambda: self._push_out(header, lane, source))
 
     def wait_out(self) -> Lease:
         """Block until all heads of this rank's queries are home: ``lease["out"]`` is ``[B, S_local, H, D]``."""
-        lease = self._leased(self._wait_out())
+        lease = self._leased(self._own(self._wait_out))
         self._complete = True
         return lease
 
@@ -221,41 +250,76 @@ class Call(ABC):
     # -- the end of a call -------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Call:
+        self._header = replace(self._header, call=self._exchange._enter(self))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         exchange = self._exchange
         try:
-            if error is None:
+            if error is None and self._complete:
                 for lease in self._leases:
-                    lease.release()
-            elif exchange._ended is None:
+                    self._release(lease)
+            elif error is None:
+                early = InvalidInputError(f"rank {exchange.rank}: a call was required to be gone through to its end")
+                self._leave(early)
+                raise early
+            else:
                 self._leave(error)
-        except RetainedInputError as kept:
-            exchange._close(kept)
-            raise
         finally:
             for lease in self._leases:
                 lease.abandon()
                 exchange.counters.leases_collected += lease.collected
             exchange._current = None
 
+    def _own(self, step: Callable[[], T]) -> T:
+        """Run a step of the exchange itself, and keep what it raises apart from what the caller's code raises."""
+        try:
+            return step()
+        except AGREED as verdict:
+            self._verdict = verdict
+            raise
+        except IthacaError as error:
+            self._fatal = error
+            raise
+        except Exception as error:
+            # A copy that fails in the middle: what the peers have received by now is unknown.
+            self._fatal = ExchangeClosedError(
+                f"rank {self._exchange.rank} could not go on with the exchange: {type(error).__name__}: {error}"
+            )
+            raise self._fatal from error
+
+    def _release(self, lease: Lease) -> None:
+        try:
+            lease.release()
+        except RetainedInputError as kept:
+            self._exchange._close(kept)
+            _known(kept)
+            raise
+
     def _leave(self, error: BaseException) -> None:
         """Bring all ranks out of a call that failed here, or close the exchange where that can't be done."""
         exchange = self._exchange
+        if exchange._ended is not None:
+            return
+        kept = any(lease.retained for lease in self._leases)
+        if error is self._fatal or kept or not isinstance(error, Exception):
+            exchange._close(error)
+            _known(error)
+            return
         try:
             for lease in self._leases:
                 lease.abandon()
-            if not isinstance(error, AGREED):
-                if not isinstance(error, Exception) or isinstance(error, _FATAL):
-                    exchange._close(error)
-                    return
-                if not self._complete:
-                    with contextlib.suppress(*AGREED):  # the verdict: this rank has the error that it came with
-                        self._refuse(f"{type(error).__name__}: {error}")
+            if error is self._verdict:
+                _known(error)
+            elif not self._last_step_taken:
+                with contextlib.suppress(*AGREED):  # the verdict: this rank has the error that it came with
+                    self._refuse(str(error) if isinstance(error, _Refusal) else f"{type(error).__name__}: {error}")
+                _known(error)
             self._drain()
-        except Exception as fatal:  # peers that do not come to the meeting: nothing to agree on any more
+        except BaseException as fatal:  # peers that do not come to the meeting: nothing to agree on any more
             exchange._close(fatal)
+            if not isinstance(fatal, Exception):
+                raise
 
     def _leased(self, lease: Lease) -> Lease:
         self._leases.append(lease)

@@ -31,6 +31,8 @@ class Lease:
         self.reader = "the reader"
         #: Storages that were still alive at the release, but only until garbage was collected.
         self.collected = 0
+        #: Lanes that somebody still held after the release.
+        self.retained: list[str] = []
         self._watched = {
             role: StorageWeakRef(tensors[role].untyped_storage()) for role in unowned if tensors[role].numel()
         }
@@ -38,7 +40,7 @@ class Lease:
 
     def __getitem__(self, role: str) -> Tensor:
         if self._give_back is None:
-            raise LeaseError(f"lane {role} was asked for after its lease was released")
+            raise LeaseError(f"a lease was required to be asked before its release; received a request for {role}")
         return self._tensors[role]
 
     def own(self) -> dict[str, Tensor]:
@@ -75,11 +77,11 @@ class Lease:
             return
         if self._alive():
             gc.collect()
-            kept = self._alive()
-            if kept:
+            self.retained = self._alive()
+            if self.retained:
                 raise RetainedInputError(
                     f"{self.reader} was required to let go of its inputs when it returned; it still holds "
-                    f"{', '.join(kept)}, which peers are about to write again"
+                    f"{', '.join(self.retained)}, which peers are about to write again"
                 )
             self.collected += 1
             log.warning("%s left its inputs to the garbage collector, which costs a collection each time", self.reader)

@@ -6,6 +6,7 @@ the lease of what lay there before. Nothing else orders the reuse of a slot. Ran
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Generator
 
 from torch import Tensor
@@ -13,7 +14,7 @@ from torch import Tensor
 from ithaca.errors import UnsupportedError
 from ithaca.exchange.agreement import Header, settle
 from ithaca.exchange.copy_stream import Task, copy_stream
-from ithaca.exchange.interface import Call, Exchange
+from ithaca.exchange.interface import AGREED, Call, Exchange
 from ithaca.exchange.lease import Lease
 from ithaca.exchange.peer_memory.interface import Message, PeerMemory, Signal, Wait
 from ithaca.geometry import Layout
@@ -29,7 +30,11 @@ class SlotExchange(Exchange):
         super().__init__(memory.rank, memory.world_size, timeout)
         self.memory = memory
         self.targets = _Targets(memory)
-        self.stream = copy_stream(memory, copy, f"ithaca-copy-{memory.rank}")
+        try:
+            self.stream = copy_stream(memory, copy, f"ithaca-copy-{memory.rank}")
+        except BaseException:
+            memory.close()
+            raise
 
     def check(self, role: str, tensor: Tensor) -> None:
         super().check(role, tensor)
@@ -100,7 +105,7 @@ class _SlotCall(Call):
     def _send(self, header: Header, tensors: dict[str, Tensor]) -> Task:
         for lane in (yield from self._agree(header)):
             if self._must_grow(lane):
-                self._grow(lane)
+                yield from self._grow(lane)
             yield from self._write(lane, tensors[lane.role])
 
     def _agree(self, header: Header) -> Generator[Wait, None, tuple[Lane, ...]]:
@@ -115,7 +120,10 @@ class _SlotCall(Call):
             theirs = header
             while rank != self._memory.rank:
                 yield Wait(Message.HEADER, "", {rank}, lambda: f"its header, as this rank's {header}")
-                theirs = Header.decode(self._memory.announcement(rank), rank)
+                said = self._memory.announcement(rank)
+                theirs = Header.decode(said, rank)
+                if theirs.call > header.call:
+                    self._memory.put_back(rank, said)
                 if theirs.call >= header.call:
                     break
             headers.append(theirs)
@@ -126,9 +134,11 @@ class _SlotCall(Call):
         held = self._memory.capacity(lane.role)
         return not held or any(need > have for need, have in zip(lane.slot_nbytes, held, strict=True))
 
-    def _grow(self, lane: Lane) -> None:
+    def _grow(self, lane: Lane) -> Task:
         held = self._memory.capacity(lane.role) or (0,) * len(self._everyone)
-        self._memory.grow(lane.role, tuple(aligned(max(pair)) for pair in zip(lane.slot_nbytes, held, strict=True)))
+        yield from self._memory.grow(
+            lane.role, tuple(aligned(max(pair)) for pair in zip(lane.slot_nbytes, held, strict=True))
+        )
 
     def _write(self, lane: Lane, tensor: Tensor) -> Task:
         """Take a credit of every rank; then for each, write its share and signal."""
@@ -172,7 +182,7 @@ class _SlotCall(Call):
         """Write first and read the headers then: all ranks know the plan, so what they can still say is a refusal."""
         if self._must_grow(lane):
             yield from self._agree(header)
-            self._grow(lane)
+            yield from self._grow(lane)
             yield from self._write(lane, out)
         else:
             yield from self._write(lane, out)
@@ -201,6 +211,8 @@ class _SlotCall(Call):
         self._stream.flush()
 
     def _drain(self) -> None:
+        with contextlib.suppress(*AGREED):
+            self._stream.flush()
         self._stream.submit(self._land())
         self._stream.flush()
         self._lease().release()

@@ -21,6 +21,7 @@ from ithaca.backends.interface import AttentionBackend, borrows
 from ithaca.errors import ClosureError, InvalidInputError, IthacaError, UnsupportedError
 from ithaca.exchange.choice import EXCHANGES, exchange_for
 from ithaca.exchange.interface import Call, Exchange
+from ithaca.geometry import Layout
 from ithaca.plan import OUT, as_nhd
 
 Compute = Callable[[], Tensor]
@@ -41,10 +42,21 @@ class UlyssesAttention:
     ) -> None:
         if isinstance(exchange, str) and exchange not in EXCHANGES:
             raise InvalidInputError(f"exchange was required to be one of {EXCHANGES}; received {exchange!r}")
+        if not isinstance(backend, AttentionBackend):
+            raise InvalidInputError(
+                f"an AttentionBackend was required, for its promises are its own; received {type(backend).__name__}"
+            )
         self.backend, self.group = backend, group
-        distributed = dist.is_available() and dist.is_initialized()
-        self.ulysses_degree = dist.get_world_size(group) if distributed else 1
         self._exchange = exchange
+
+    @property
+    def ulysses_degree(self) -> int:
+        """Ranks in the group; 1 as long as torch.distributed is not there."""
+        return dist.get_world_size(self.group) if dist.is_available() and dist.is_initialized() else 1
+
+    @property
+    def _here(self) -> str:
+        return f"rank {dist.get_rank(self.group)}: " if self.ulysses_degree > 1 else ""
 
     @property
     def exchange(self) -> Exchange:
@@ -85,14 +97,14 @@ class UlyssesAttention:
         copy that the caller would get otherwise.
         """
         computes = {"q": compute_q, "k": compute_k, "v": compute_v}
-        return self._run(computes, tuple(issue_order), project_out, mask, scale, at_once=False)
+        return self._run(computes, issue_order, project_out, mask, scale, at_once=False)
 
     # -- one call ----------------------------------------------------------------------------------------------------
 
     def _run(
         self,
         given: dict[str, Tensor] | dict[str, Compute],
-        order: tuple[str, ...],
+        issue_order: Sequence[str],
         project_out: Callable[[Tensor], Tensor] | None,
         mask: Tensor | None,
         scale: float | None,
@@ -106,14 +118,20 @@ class UlyssesAttention:
             return made[role]
 
         if self.ulysses_degree == 1:
-            _check_order(order)
-            for role in order:
+            for role in self._checked(issue_order, mask, scale):
                 compute(role)
             return self._alone(made, project_out, mask, scale)
-        layout = self.backend.capabilities.layout
-        # Everything that can be wrong on one rank is found inside the call: there the other ranks learn of it.
+        # Everything that can be wrong on one rank is raised inside the call: there the other ranks learn of it.
+        fault: Exception | None = None
+        order: tuple[str, ...] = ()
+        layout = Layout.NHD
+        try:
+            order, layout = self._checked(issue_order, mask, scale), self.backend.capabilities.layout
+        except Exception as error:
+            fault = error
         with self._resolve(self._device(given)).call(order, layout, terms=_terms(mask, scale)) as call:
-            _check_order(order)
+            if fault is not None:
+                raise fault
             if at_once:
                 call.push(**{role: compute(role) for role in order})
             else:
@@ -135,27 +153,32 @@ class UlyssesAttention:
             except IthacaError:
                 raise
             except Exception as error:
-                raise ClosureError(f"compute_{role} raised {type(error).__name__}: {error}") from error
+                raise ClosureError(f"{self._here}compute_{role} raised {type(error).__name__}: {error}") from error
             if not isinstance(tensor, Tensor):
-                raise ClosureError(f"compute_{role} was required to return a tensor; received {type(tensor).__name__}")
+                raise ClosureError(
+                    f"{self._here}compute_{role} was required to return a tensor; received {type(tensor).__name__}"
+                )
         capabilities = self.backend.capabilities
         if tensor.dim() != 4:
-            raise InvalidInputError(f"{role} was required to be [B, S_local, H, D]; received {list(tensor.shape)}")
+            raise InvalidInputError(
+                f"{self._here}{role} was required to be [B, S_local, H, D]; received {list(tensor.shape)}"
+            )
         if tensor.dtype not in capabilities.dtypes:
             raise UnsupportedError(
-                f"{type(self.backend).__name__} was required to attend in {tensor.dtype}; it can in "
+                f"{self._here}{type(self.backend).__name__} was required to attend in {tensor.dtype}; it can in "
                 f"{', '.join(sorted(map(str, capabilities.dtypes)))}"
             )
         if tensor.requires_grad and torch.is_grad_enabled() and self.ulysses_degree > 1:
-            raise UnsupportedError(f"{role} requires grad, and this version has no backward: use torch.no_grad()")
+            raise UnsupportedError(
+                f"{self._here}{role} requires grad, and this version has no backward: use torch.no_grad()"
+            )
         for other, earlier in made.items():
             self._match(role, tensor, other, earlier)
         if mask is not None and not capabilities.masks:
-            raise UnsupportedError(f"{type(self.backend).__name__} takes no mask, and none is ever dropped")
+            raise UnsupportedError(f"{self._here}{type(self.backend).__name__} takes no mask, and none is ever dropped")
         return tensor
 
-    @staticmethod
-    def _match(role: str, tensor: Tensor, other: str, earlier: Tensor) -> None:
+    def _match(self, role: str, tensor: Tensor, other: str, earlier: Tensor) -> None:
         """Batch, heads, dtype and device are shared by all; tokens by k and v; the head dim by q and k."""
         required = list(earlier.shape)
         if {role, other} != {"k", "v"}:
@@ -164,7 +187,7 @@ class UlyssesAttention:
             required[3] = tensor.shape[3]
         if list(tensor.shape) != required or tensor.dtype != earlier.dtype or tensor.device != earlier.device:
             raise InvalidInputError(
-                f"{role} was required to be {required} {earlier.dtype} on {earlier.device}, as {other} is; "
+                f"{self._here}{role} was required to be {required} {earlier.dtype} on {earlier.device}, as {other} is; "
                 f"received {list(tensor.shape)} {tensor.dtype} on {tensor.device}"
             )
 
@@ -176,11 +199,11 @@ class UlyssesAttention:
             rank = self.exchange.rank
             heads = lanes["q"].wants[rank].heads
             q_len, kv_len = (len(lanes[role].wants[rank].tokens) for role in ("q", "k"))
-            mask = _whole_mask(mask, made["q"].shape[0], made["q"].shape[2], q_len, kv_len)
+            mask = self._whole_mask(mask, made["q"].shape[0], made["q"].shape[2], q_len, kv_len)
             if mask is not None and mask.shape[1] > 1:
                 mask = mask[:, heads.start : heads.stop]
             layout, out = self.backend.capabilities.layout, call.plan.out
-            if not all(math.prod(lanes[role].slot_shape(rank)) for role in ROLES):
+            if kv_len == 0 or not math.prod(out.local_shape(rank)):
                 # Fewer heads than ranks, or no tokens: nothing to attend to.
                 shape = out.holds[rank].shape(layout, out.batch, out.head_dim)
                 return torch.zeros(shape, dtype=out.dtype, device=made["q"].device)
@@ -203,26 +226,63 @@ class UlyssesAttention:
         except IthacaError:
             raise
         except Exception as error:
-            raise ClosureError(f"{type(self.backend).__name__} raised {type(error).__name__}: {error}") from error
+            raise ClosureError(
+                f"{self._here}{type(self.backend).__name__} raised {type(error).__name__}: {error}"
+            ) from error
         if not isinstance(out, Tensor):
             raise ClosureError(
-                f"{type(self.backend).__name__} was required to return a tensor; received {type(out).__name__}"
+                f"{self._here}{type(self.backend).__name__} was required to return a tensor; "
+                f"received {type(out).__name__}"
             )
         return out
 
-    @staticmethod
-    def _bring_home(out: Tensor, unowned: bool, project_out: Callable[[Tensor], Tensor] | None) -> Tensor:
+    def _bring_home(self, out: Tensor, unowned: bool, project_out: Callable[[Tensor], Tensor] | None) -> Tensor:
         if project_out is None:
             return out.clone() if unowned else out
         try:
             result = project_out(out)
         except Exception as error:
-            raise ClosureError(f"project_out raised {type(error).__name__}: {error}") from error
+            raise ClosureError(f"{self._here}project_out raised {type(error).__name__}: {error}") from error
         if not isinstance(result, Tensor):
-            raise ClosureError(f"project_out was required to return a tensor; received {type(result).__name__}")
+            raise ClosureError(
+                f"{self._here}project_out was required to return a tensor; received {type(result).__name__}"
+            )
         if out.numel() and result.untyped_storage().data_ptr() == out.untyped_storage().data_ptr():
-            raise ClosureError("project_out was required to return memory of its own; received a view of its argument")
+            raise ClosureError(
+                f"{self._here}project_out was required to return memory of its own; received a view of its argument"
+            )
         return result
+
+    def _checked(self, issue_order: Sequence[str], mask: Tensor | None, scale: float | None) -> tuple[str, ...]:
+        """The issue order, if what needs no tensor of the call is right."""
+        if not isinstance(issue_order, Sequence) or sorted(map(str, issue_order)) != sorted(ROLES):
+            raise InvalidInputError(
+                f"{self._here}issue_order was required to be a permutation of {ROLES}; received {issue_order!r}"
+            )
+        if not (mask is None or isinstance(mask, Tensor)) or not (scale is None or isinstance(scale, int | float)):
+            raise InvalidInputError(
+                f"{self._here}mask was required to be a tensor or None, and scale a number or None; "
+                f"received {type(mask).__name__} and {type(scale).__name__}"
+            )
+        return tuple(issue_order)
+
+    def _whole_mask(self, mask: Tensor | None, batch: int, heads: int, q_len: int, kv_len: int) -> Tensor | None:
+        """``mask`` in four dims, checked against the whole lengths."""
+        if mask is None:
+            return None
+        whole = mask[:, None, None, :] if mask.dim() == 2 else mask
+        fits = whole.dim() == 4 and all(
+            size == full or (size == 1 and may_be_one)
+            for size, full, may_be_one in zip(
+                whole.shape, (batch, heads, q_len, kv_len), (True, True, mask.dim() == 2, False), strict=True
+            )
+        )
+        if not fits:
+            raise InvalidInputError(
+                f"{self._here}a mask was required to be [{batch}, {kv_len}] or "
+                f"[{batch}|1, {heads}|1, {q_len}, {kv_len}]; received {list(mask.shape)}"
+            )
+        return whole
 
     def _alone(
         self,
@@ -233,7 +293,7 @@ class UlyssesAttention:
     ) -> Tensor:
         layout = self.backend.capabilities.layout
         (batch, q_len, heads, _), kv_len = made["q"].shape, made["k"].shape[1]
-        mask = _whole_mask(mask, batch, heads, q_len, kv_len)
+        mask = self._whole_mask(mask, batch, heads, q_len, kv_len)
         q, k, v = (as_nhd(made[role], layout) for role in ROLES)
         out = as_nhd(self._backend(q, k, v, mask, scale, q_len, kv_len), layout)
         return self._bring_home(out, False, project_out)
@@ -251,31 +311,7 @@ class UlyssesAttention:
         return self._exchange
 
 
-def _check_order(order: tuple[str, ...]) -> None:
-    if sorted(order) != sorted(ROLES):
-        raise InvalidInputError(f"issue_order was required to be a permutation of {ROLES}; received {order}")
-
-
 def _terms(mask: Tensor | None, scale: float | None) -> str:
     """What must be equal on all ranks beside the lanes, as text."""
-    masked = "none" if mask is None else f"{str(mask.dtype).removeprefix('torch.')}{list(mask.shape)}"
-    return f"scale {scale!r}, mask {masked}"
-
-
-def _whole_mask(mask: Tensor | None, batch: int, heads: int, q_len: int, kv_len: int) -> Tensor | None:
-    """``mask`` in four dims, checked against the whole lengths."""
-    if mask is None:
-        return None
-    whole = mask[:, None, None, :] if mask.dim() == 2 else mask
-    fits = whole.dim() == 4 and all(
-        size == full or (size == 1 and may_be_one)
-        for size, full, may_be_one in zip(
-            whole.shape, (batch, heads, q_len, kv_len), (True, True, mask.dim() == 2, False), strict=True
-        )
-    )
-    if not fits:
-        raise InvalidInputError(
-            f"a mask was required to be [{batch}, {kv_len}] or [{batch}|1, {heads}|1, {q_len}, {kv_len}]; "
-            f"received {list(mask.shape)}"
-        )
-    return whole
+    masked = f"{str(mask.dtype).removeprefix('torch.')}{[*mask.shape]}" if isinstance(mask, Tensor) else "none"
+    return f"scale {scale!r}, mask {masked}"[:96]

@@ -7,6 +7,7 @@ and from the very process that published the nonce.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
@@ -34,6 +35,8 @@ class Peer:
     pidfd: int
 
     def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self.socket.shutdown(socket.SHUT_RDWR)  # a child forked meanwhile holds it open too
         self.socket.close()
         os.close(self.pidfd)
 
@@ -107,8 +110,14 @@ def _accept(
     try:
         connection, _ = listener.accept()
     except TimeoutError:
-        raise PeerTimeoutError(f"rank {rank} waited for a connection from rank(s) {sorted(missing)}") from None
+        raise PeerTimeoutError(
+            f"rank {rank} waited until the deadline for a connection from rank(s) {sorted(missing)}"
+        ) from None
     try:
+        # The caller's process first: a stranger who connects and says nothing must not be waited for.
+        if not any(_is(connection, facts[rank]["pid"]) for rank in missing):
+            connection.close()
+            return None
         connection.settimeout(max(0.01, deadline - time.monotonic()))
         hello = connection.recv(_HELLO.size + 1)
         if len(hello) == _HELLO.size:

@@ -9,8 +9,6 @@ tensor over a mapping ends it.
 from __future__ import annotations
 
 import errno
-import fcntl
-import mmap
 import os
 import select
 import socket
@@ -18,7 +16,7 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -29,30 +27,28 @@ from ithaca import errors
 from ithaca.errors import ExchangeClosedError, GrowthError, IthacaError, PeerDiedError, PeerTimeoutError
 from ithaca.exchange.peer_memory.handshake import Peer, connect_peers
 from ithaca.exchange.peer_memory.interface import Message, PeerMemory, Signal, Wait
+from ithaca.exchange.peer_memory.segment import Segment, allocate
 
 _MESSAGE_NBYTES = 4096
 _HEADER, _GROWTH, _MAPPED, _ABORT = b"H", b"G", b"M", b"A"
+_MOST = 2**62
 _GROWTH_FORMAT = struct.Struct("<16sqq?")  # role, generation, capacity, whether this rank could
 _MAPPED_FORMAT = struct.Struct("<q?")  # generation, whether this rank could
+#: First byte of a message to its kind, and the least that must follow it.
+_KINDS = {
+    _HEADER: (Message.HEADER, 0),
+    _GROWTH: (Message.GROWTH, _GROWTH_FORMAT.size),
+    _MAPPED: (Message.MAPPED, _MAPPED_FORMAT.size),
+}
 #: Which errors keep their type when a rank passes on why it gave up.
 _CONTAGIOUS = ("PeerDiedError", "PeerTimeoutError")
-# Python 3.10 to 3.13 do not all name these; values from linux/fcntl.h.
-_F_ADD_SEALS, _SEALS = 1033, 0x1 | 0x2 | 0x4  # no more seals, no shrinking, no growing
-
-
-@dataclass
-class _Segment:
-    """One lane's slot on one rank, mapped here."""
-
-    memory: mmap.mmap
-    capacity: int
 
 
 @dataclass
 class _Channel:
     """All that this rank holds for one lane: every rank's slot, and the eventfds both ways."""
 
-    segments: list[_Segment] = field(default_factory=list)
+    segments: list[Segment] = field(default_factory=list)
     #: ``mine[signal][rank]`` is what I wait on for ``rank``; ``theirs[signal][rank]`` is what ``rank`` waits on for me.
     mine: dict[Signal, dict[int, int]] = field(default_factory=dict)
     theirs: dict[Signal, dict[int, int]] = field(default_factory=dict)
@@ -79,7 +75,7 @@ class HostPeerMemory(PeerMemory):
         self._ended = self._closed = False
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         # A credit may be given by one thread while another closes: the descriptor must not be reused in between.
-        self._closing = threading.Lock()
+        self._closing = threading.RLock()  # a collector may run the end of this object inside `signal`
 
     @classmethod
     def connect(cls, rank: int, world_size: int, store: Store, key: str, timeout: float) -> HostPeerMemory:
@@ -95,6 +91,9 @@ class HostPeerMemory(PeerMemory):
     def announcement(self, rank: int) -> bytes:
         return self._inbox[Message.HEADER][rank].popleft()[0]
 
+    def put_back(self, rank: int, header: bytes) -> None:
+        self._inbox[Message.HEADER][rank].appendleft((header, []))
+
     # -- slots -----------------------------------------------------------------------------------------------------
 
     def capacity(self, role: str) -> tuple[int, ...]:
@@ -106,85 +105,87 @@ class HostPeerMemory(PeerMemory):
             return torch.empty(0, dtype=torch.uint8)
         return torch.frombuffer(self._channels[role].segments[rank].memory, dtype=torch.uint8, count=nbytes)
 
-    def grow(self, role: str, capacities: tuple[int, ...]) -> None:
+    def grow(self, role: str, capacities: tuple[int, ...]) -> Generator[Wait, None, None]:
         """Two rounds over the sockets: everybody's descriptors, then everybody's word that they are mapped."""
-        opened: list[int] = []
-        received: list[int] = []
+        fds: list[int] = []
         try:
-            self._commit(role, capacities, opened, received)
+            yield from self._commit(role, capacities, fds)
         except BaseException:
-            for fd in (*opened, *received):
+            for fd in fds:
                 os.close(fd)
             raise
 
-    def _commit(self, role: str, capacities: tuple[int, ...], opened: list[int], received: list[int]) -> None:
+    def _commit(self, role: str, capacities: tuple[int, ...], fds: list[int]) -> Generator[Wait, None, None]:
+        """``fds`` collects what is open and must be closed if this fails."""
+        me, capacity, generation = self.rank, capacities[self.rank], self.generation + 1
         first = role not in self._channels
-        generation = self.generation + 1
-        problem = ""
-        segments: dict[int, _Segment] = {}
         mine: dict[Signal, dict[int, int]] = {signal: {} for signal in Signal}
         theirs: dict[Signal, dict[int, int]] = {signal: {} for signal in Signal}
-        memory_fd = -1
+        segments: dict[int, Segment] = {}
+        memory_fd, problem = -1, ""
         try:
-            memory_fd = _allocate(max(1, capacities[self.rank]))
-            segments[self.rank] = _map(memory_fd, capacities[self.rank])
+            memory_fd = allocate(capacity)
+            segments[me] = Segment.map(memory_fd, capacity)
             if first:
                 for rank in range(self.world_size):
                     for signal in Signal:
                         fd = os.eventfd(signal is Signal.CREDIT, os.EFD_SEMAPHORE | os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-                        opened.append(fd)
+                        fds.append(fd)
                         mine[signal][rank] = fd
-                        if rank == self.rank:
+                        if rank == me:
                             theirs[signal][rank] = os.dup(fd)
-                            opened.append(theirs[signal][rank])
-        except OSError as error:
-            problem = f"rank {self.rank} could not make {capacities[self.rank]} bytes for lane {role}: {error}"
-        head = _GROWTH_FORMAT.pack(role.encode(), generation, capacities[self.rank], not problem)
+                            fds.append(theirs[signal][rank])
+        except (OSError, OverflowError) as error:
+            problem = f"rank {me} could not make {capacity} bytes for lane {role}: {error}"
+        head = _GROWTH_FORMAT.pack(role.encode(), generation, min(capacity, _MOST), not problem)
         try:
             for rank in self._peers:
-                fds = [] if problem else [memory_fd, *(mine[signal][rank] for signal in Signal if first)]
-                self._send(rank, _GROWTH + head + problem.encode()[:1024], fds)
+                handed = [] if problem else [memory_fd, *(mine[signal][rank] for signal in Signal if first)]
+                self._send(rank, _GROWTH + head + _encode(problem), handed)
         finally:
             if memory_fd >= 0:
                 os.close(memory_fd)
 
-        for rank, (payload, fds) in self._growth_round(role, "its new memory").items():
-            received.extend(fds)
-            their_role, their_generation, capacity, fine = _GROWTH_FORMAT.unpack_from(payload, 1)
-            expected = (role.encode(), generation, capacities[rank])
+        answers = yield from self._round(Message.GROWTH, role, "its new memory")
+        fds.extend(fd for _, received in answers.values() for fd in received)
+        required_fds = 3 if first else 1
+        for rank, (payload, received) in answers.items():
+            their_role, their_generation, their_capacity, fine = _GROWTH_FORMAT.unpack_from(payload)
+            said = (their_role.rstrip(b"\0"), their_generation, their_capacity)
+            required = (role.encode(), generation, capacities[rank])
             if not fine:
-                problem = problem or payload[1 + _GROWTH_FORMAT.size :].decode(errors="replace")
-            elif (their_role.rstrip(b"\0"), their_generation, capacity) != expected or len(fds) != (3 if first else 1):
-                problem = problem or f"rank {self.rank} required {expected} of rank {rank}, received {payload[:80]!r}"
+                problem = problem or payload[_GROWTH_FORMAT.size :].decode(errors="replace")
+            elif said != required or len(received) != required_fds:
+                problem = problem or (
+                    f"rank {me} required {required} and {required_fds} descriptors of rank {rank}; "
+                    f"received {said} and {len(received)}"
+                )
             elif not problem:
                 try:
-                    segments[rank] = _map(fds[0], capacity)
-                    for signal, fd in zip(Signal, fds[1:], strict=False):
+                    segments[rank] = Segment.map(received[0], their_capacity)
+                    for signal, fd in zip(Signal, received[1:], strict=False):
                         theirs[signal][rank] = fd
-                except (OSError, ValueError) as error:
-                    problem = f"rank {self.rank} could not map the memory of rank {rank}: {error}"
+                except (OSError, OverflowError, ValueError) as error:
+                    problem = f"rank {me} could not map the memory of rank {rank}: {error}"
         for rank in self._peers:
-            self._send(rank, _MAPPED + _MAPPED_FORMAT.pack(generation, not problem) + problem.encode()[:1024])
-        for rank, (payload, _) in self._growth_round(role, "its word that memory is mapped").items():
-            if _MAPPED_FORMAT.unpack_from(payload, 1) != (generation, True):
-                problem = problem or f"rank {rank}: {payload[1 + _MAPPED_FORMAT.size :].decode(errors='replace')}"
+            self._send(rank, _MAPPED + _MAPPED_FORMAT.pack(generation, not problem) + _encode(problem))
+        for rank, (payload, _) in (yield from self._round(Message.MAPPED, role, "its word on new memory")).items():
+            if _MAPPED_FORMAT.unpack_from(payload) != (generation, True):
+                problem = problem or f"rank {rank}: {payload[_MAPPED_FORMAT.size :].decode(errors='replace')}"
         self.generation = generation
         if problem:
-            raise GrowthError(
-                f"lane {role} could not grow to {capacities} bytes, seen from rank {self.rank}: {problem}"
-            )
+            raise GrowthError(f"lane {role} could not grow to {capacities} bytes, seen from rank {me}: {problem}")
 
-        in_use = {fd for table in theirs.values() for fd in table.values()}
-        for fd in received:
-            if fd not in in_use:
-                os.close(fd)
+        in_use = {fd for table in (*mine.values(), *theirs.values()) for fd in table.values()}
+        for fd in set(fds) - in_use:
+            os.close(fd)
+        fds.clear()
         channel = self._channels.setdefault(role, _Channel(mine=mine, theirs=theirs))
         channel.segments = [segments[rank] for rank in range(self.world_size)]
 
-    def _growth_round(self, role: str, what: str) -> dict[int, tuple[bytes, list[int]]]:
-        wait = Wait(Message.GROWTH, role, set(self._peers), lambda: f"{what} for lane {role}")
-        self.wait(wait, block=True)
-        return {rank: self._inbox[Message.GROWTH][rank].popleft() for rank in self._peers}
+    def _round(self, kind: Message, role: str, what: str) -> Generator[Wait, None, dict[int, tuple[bytes, list[int]]]]:
+        yield Wait(kind, role, set(self._peers), lambda: f"{what} for lane {role}")
+        return {rank: self._inbox[kind][rank].popleft() for rank in self._peers}
 
     # -- signals ---------------------------------------------------------------------------------------------------
 
@@ -240,6 +241,8 @@ class HostPeerMemory(PeerMemory):
         if isinstance(wait.kind, Signal):
             for rank in wait.pending:
                 poller.register(self._channels[wait.role].mine[wait.kind][rank], select.POLLIN)
+        if self._hung_up & wait.pending:
+            seconds = 0.0  # known already: no event will tell of it again
         events = poller.poll(max(0.0, seconds) * 1000)
         for fd, _ in events:
             if fd in sockets:
@@ -269,7 +272,8 @@ class HostPeerMemory(PeerMemory):
             except BlockingIOError:
                 poller = select.poll()
                 poller.register(connection.fileno(), select.POLLOUT)
-                if not poller.poll(max(0.0, deadline - time.monotonic()) * 1000):
+                poller.register(self._wake, select.POLLIN)
+                if self._ended or not poller.poll(max(0.0, deadline - time.monotonic()) * 1000):
                     raise PeerTimeoutError(
                         f"rank {rank} did not read what rank {self.rank} sent it for {self.timeout:g} s"
                     ) from None
@@ -287,18 +291,13 @@ class HostPeerMemory(PeerMemory):
                 return
             except OSError:
                 message, fds = b"", []
-            kind = message[:1]
-            if kind == _HEADER:
-                self._inbox[Message.HEADER][rank].append((message[1:], []))
-            elif (
-                kind in (_GROWTH, _MAPPED)
-                and len(message) > (_GROWTH_FORMAT if kind == _GROWTH else _MAPPED_FORMAT).size
-            ):
-                self._inbox[Message.GROWTH][rank].append((message, fds))
+            kind, least = _KINDS.get(message[:1], (None, 0))
+            if kind is not None and len(message) > least and (kind is Message.GROWTH or not fds):
+                self._inbox[kind][rank].append((message[1:], fds))
             else:
                 for fd in fds:
                     os.close(fd)
-                if kind == _ABORT:
+                if message[:1] == _ABORT:
                     name, _, text = message[1:].decode(errors="replace").partition(":")
                     error: type[IthacaError] = getattr(errors, name) if name in _CONTAGIOUS else ExchangeClosedError
                     raise error(f"rank {rank} gave up: {text}")
@@ -307,7 +306,7 @@ class HostPeerMemory(PeerMemory):
     # -- the end ---------------------------------------------------------------------------------------------------
 
     def abort(self, error: BaseException) -> None:
-        message = _ABORT + f"{type(error).__name__}:{error}".encode()[: _MESSAGE_NBYTES // 2]
+        message = _ABORT + _encode(f"{type(error).__name__}:{error}")
         for peer in self._peers.values():
             try:
                 peer.socket.send(message)
@@ -335,21 +334,6 @@ class HostPeerMemory(PeerMemory):
         os.close(self._wake)
 
 
-def _allocate(nbytes: int) -> int:
-    """A memfd whose pages exist: without that, a full machine kills with SIGBUS at the first write, not here."""
-    fd = os.memfd_create("ithaca", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
-        os.ftruncate(fd, nbytes)
-        os.posix_fallocate(fd, 0, nbytes)
-        fcntl.fcntl(fd, _F_ADD_SEALS, _SEALS)
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd
-
-
-def _map(fd: int, capacity: int) -> _Segment:
-    nbytes = max(1, capacity)
-    if os.fstat(fd).st_size < nbytes:
-        raise ValueError(f"{nbytes} bytes were required, the descriptor holds {os.fstat(fd).st_size}")
-    return _Segment(mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)), capacity)
+def _encode(text: str) -> bytes:
+    """For an error's text, whatever is in it."""
+    return text.encode(errors="backslashreplace")[: _MESSAGE_NBYTES // 2]

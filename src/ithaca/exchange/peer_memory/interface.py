@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
 from enum import Enum
 
@@ -22,6 +22,7 @@ class Message(Enum):
 
     HEADER = "header"
     GROWTH = "growth"
+    MAPPED = "mapped"
 
 
 @dataclass
@@ -59,7 +60,11 @@ class PeerMemory(ABC):
         """Bytes of the slot of ``role`` on every rank; empty before its first growth."""
 
     @abstractmethod
-    def grow(self, role: str, capacities: tuple[int, ...]) -> None:
+    def put_back(self, rank: int, header: bytes) -> None:
+        """Undo `announcement`: the header is of a call that this rank has not reached."""
+
+    @abstractmethod
+    def grow(self, role: str, capacities: tuple[int, ...]) -> Generator[Wait, None, None]:
         """Give the slots of ``role`` new memory, on all ranks or (`GrowthError`) on none. Collective.
 
         The old memory lives as long as a tensor over it does.
