@@ -2,8 +2,9 @@
 
     make bench
 
-All three take turns in one run on the same ranks, so what the machine does meanwhile hits them alike. An iteration
-lasts from when its first rank begins to when its last one is done; the table has medians and their ratios.
+All three take turns in one run on the same ranks, so what the machine does meanwhile hits them alike. A turn is a few
+round trips in a row, as the layers of a model make them, and lasts from when its first rank begins to when its last one
+is done; the table has the medians over turns, by round trip, and their ratios.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from ithaca import Exchange, Layout, Splits, exchange_for, run_ranks
 
 BATCH, TOKENS, HEADS, HEAD_DIM, DTYPE = 1, 4096, 12, 128, torch.bfloat16
 ROLES = ("v", "q", "k")
+IN_A_ROW = 5
 
 
 def round_trip(exchange: Exchange, lanes: dict[str, torch.Tensor], out: torch.Tensor) -> None:
@@ -35,8 +37,8 @@ def round_trip(exchange: Exchange, lanes: dict[str, torch.Tensor], out: torch.Te
             pass
 
 
-def measure(rank: int, ranks: int, iterations: int) -> dict[str, list[tuple[float, float]]]:
-    """When each iteration began and ended on this rank, in seconds of the host's monotonic clock."""
+def measure(rank: int, ranks: int, turns: int) -> dict[str, list[tuple[float, float]]]:
+    """When each turn began and ended on this rank, in seconds of the host's monotonic clock."""
     tokens = Splits.even(TOKENS, ranks).sizes[rank]
     heads = Splits.even(HEADS, ranks).sizes[rank]
     lanes = {role: torch.randn(BATCH, tokens, HEADS, HEAD_DIM).to(DTYPE) for role in ROLES}
@@ -55,31 +57,35 @@ def measure(rank: int, ranks: int, iterations: int) -> dict[str, list[tuple[floa
         "memcpy": memcpy,
     }
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
-    for iteration in range(iterations + 3):  # the first three warm up
+    for turn in range(turns + 1):  # the first warms up
         for name, run in contenders.items():
             dist.barrier()
             start = time.monotonic()
-            run()
-            if iteration >= 3:
+            for _ in range(IN_A_ROW):
+                run()
+            if turn:
                 times[name].append((start, time.monotonic()))
     return times
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--iterations", type=int, default=30)
-    iterations = parser.parse_args().iterations
-    table = Table(title=f"Q, K, V in and O back: B{BATCH} S{TOKENS} H{HEADS} D{HEAD_DIM} bf16, {iterations} iterations")
+    parser.add_argument("--turns", type=int, default=15)
+    turns = parser.parse_args().turns
+    table = Table(
+        title=f"Q, K, V in and O back: B{BATCH} S{TOKENS} H{HEADS} D{HEAD_DIM} bf16, {turns} turns of {IN_A_ROW}"
+    )
     for column in ("ranks", "slots ms", "collective ms", "memcpy ms", "collective / slots", "slots / memcpy"):
         table.add_column(column, justify="right")
     for ranks in (2, 4):
-        of_ranks = run_ranks(measure, ranks, ranks, iterations)
+        of_ranks = run_ranks(measure, ranks, ranks, turns)
         ms = {
             name: statistics.median(
                 max(end for _, end in each) - min(start for start, _ in each)
                 for each in zip(*(times[name] for times in of_ranks), strict=True)
             )
             * 1e3
+            / IN_A_ROW
             for name in of_ranks[0]
         }
         table.add_row(

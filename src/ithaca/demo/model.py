@@ -74,7 +74,7 @@ def generate(
     *,
     seed: int = 0,
     steps: int = 20,
-    guidance: float = 3.0,
+    guidance: float = 4.0,
     on_step: Callable[[int], None] = lambda step: None,
 ) -> Tensor:
     """Draw one video per prompt by flow matching with classifier-free guidance.

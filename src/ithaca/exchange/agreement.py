@@ -147,7 +147,8 @@ def settle(headers: Sequence[Header], rank: int) -> tuple[Lane, ...]:
     refusals = [f"rank {r} refused: {header.refusal}" for r, header in enumerate(headers) if header.refusal]
     if refusals:
         raise PeerRefusedError(f"call {headers[rank].call}, seen from rank {rank}: {'; '.join(refusals)}")
-    if len({_common(header) for header in headers}) > 1:
+    first = headers[0]
+    if any(header is not first for header in headers) and len({_common(header) for header in headers}) > 1:
         said = "; ".join(
             f"rank {r} sent {header}" + (f" from Ithaca {header.version}" if header.version != __version__ else "")
             for r, header in enumerate(headers)

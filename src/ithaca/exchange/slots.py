@@ -115,12 +115,14 @@ class _SlotCall(Call):
 
     def _headers(self, header: Header) -> Generator[Wait, None, list[Header]]:
         """Every rank's header of this step; those of calls that ended early are dropped."""
-        headers = []
+        headers, mine = [], header.encode()
         for rank in self._everyone:
             theirs = header
             while rank != self._memory.rank:
                 yield Wait(Message.HEADER, "", {rank}, lambda: f"its header, as this rank's {header}")
                 said = self._memory.announcement(rank)
+                if said == mine:
+                    break
                 theirs = Header.decode(said, rank)
                 if theirs.call > header.call:
                     self._memory.put_back(rank, said)

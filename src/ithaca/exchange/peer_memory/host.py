@@ -267,7 +267,10 @@ class HostPeerMemory(PeerMemory):
         deadline = time.monotonic() + self.timeout
         while True:
             try:
-                socket.send_fds(connection, [message], fds or [])
+                if fds:
+                    socket.send_fds(connection, [message], fds)
+                else:
+                    connection.send(message)
                 return
             except BlockingIOError:
                 poller = select.poll()
