@@ -96,7 +96,8 @@ rank, sizes, whole = dist.get_rank(), (3, 5), qkv(8, 8, heads=4)
 attn = UlyssesAttention(SdpaBackend())
 out = attn(*(mine(t, sizes, rank) for t in whole))
 assert (out - mine(one_rank(*whole), sizes, rank)).abs().max() < 1e-5
-print("rank", rank, "has", attn.exchange.kind, flush=True)
+sys.stdout.write(f"rank {{rank}} has {{attn.exchange.kind}}\\n")
+sys.stdout.flush()
 dist.destroy_process_group()
 """
 

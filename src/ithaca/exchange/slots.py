@@ -121,9 +121,7 @@ class _SlotCall(Call):
             while rank != self._memory.rank:
                 yield Wait(Message.HEADER, "", {rank}, lambda: f"its header, as this rank's {header}")
                 said = self._memory.announcement(rank)
-                if said == mine:
-                    break
-                theirs = Header.decode(said, rank)
+                theirs = header if said == mine else Header.decode(said, rank)
                 if theirs.call > header.call:
                     self._memory.put_back(rank, said)
                 if theirs.call >= header.call:
