@@ -25,6 +25,8 @@ from ithaca import (
     exchange_for,
     run_ranks,
 )
+from ithaca.exchange.peer_memory.interface import Signal, Wait
+from ithaca.geometry import Splits
 from ithaca.sharding import cut, gather
 
 pytestmark = pytest.mark.full
@@ -34,8 +36,9 @@ EXCHANGES = ["slots", "collective"]
 
 def carried(rank: int, want: str, dtype: torch.dtype, layout: Layout) -> None:
     whole = torch.randn(2, 9, 5, 8, generator=torch.Generator().manual_seed(1)).to(dtype)
-    piece = mine(whole, (4, 5), rank)
     exchange = exchange_for(want=want)
+    tokens, heads = (Splits.even(n, exchange.world_size).sizes for n in (9, 5))
+    piece = mine(whole, tokens, rank)
     with exchange.call(("v", "q", "k"), layout) as call:
         call.push(v=piece, q=piece, k=piece)
         with call.wait() as lease:
@@ -43,7 +46,7 @@ def carried(rank: int, want: str, dtype: torch.dtype, layout: Layout) -> None:
         call.push_out(got, layout)
         with call.wait_out() as home:
             assert torch.equal(home["out"].view(torch.uint8), piece.contiguous().view(torch.uint8))
-    expected = mine(whole, (3, 2), rank, dim=2)
+    expected = mine(whole, heads, rank, dim=2)
     expected = expected if layout is Layout.NHD else expected.transpose(1, 2)
     assert got.dtype == dtype and torch.equal(got.view(torch.uint8), expected.contiguous().view(torch.uint8))
 
@@ -302,3 +305,22 @@ def too_large(rank: int) -> None:
 
 def test_more_than_the_machine_has_is_an_error(on_ranks: Run) -> None:
     on_ranks(2, too_large)
+
+
+def credits_at_rest(rank: int) -> None:
+    """Between calls every rank has just one credit for each slot of each rank."""
+    exchange = exchange_for(want="slots")
+    for _ in range(3):
+        carried(rank, "slots", torch.float64, Layout.NHD)
+        gathered(rank, "slots")
+    dist.barrier()
+    memory = exchange.memory  # type: ignore[attr-defined]
+    for role in ("q", "k", "v", "out", "gather"):
+        for peer in range(3):
+            taken = [memory.wait(Wait(Signal.CREDIT, role, {peer}, str), block=False) for _ in range(2)]
+            assert taken == [True, False], (role, peer)
+            os.eventfd_write(memory._channels[role].mine[Signal.CREDIT][peer], 1)  # put it back
+
+
+def test_a_credit_is_given_once(on_ranks: Run) -> None:
+    on_ranks(3, credits_at_rest)
