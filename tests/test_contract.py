@@ -8,6 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from bad_backends import (
+    KeepsView,
+    KeepsViewOfView,
+    LeavesGarbage,
+    RecordsStream,
+    ReturnsV,
+    SavesForBackward,
+    WritesQ,
+)
 from cases import NhdBackend, mine, one_rank, qkv
 from conftest import Run
 from torch import Tensor
@@ -18,11 +27,15 @@ from ithaca import (
     AttentionBackend,
     Capabilities,
     ExchangeClosedError,
+    IthacaError,
     Layout,
+    MutatedInputError,
     PeerRefusedError,
+    RecordedStreamError,
     RetainedInputError,
     SdpaBackend,
     UlyssesAttention,
+    exchange_for,
     run_ranks,
 )
 from ithaca.backends.interface import borrows
@@ -225,65 +238,12 @@ def test_the_cuda_allocator_is_part_of_the_decision(monkeypatch: pytest.MonkeyPa
 # -- those that break it -------------------------------------------------------------------------------------------
 
 
-class KeepsView(Says):
-    kept: Any = None
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return replace(super().capabilities, accepts_unowned_inputs=True)
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-        self.keep(q, k, v)
-        return super().forward(q, k, v, **options)
-
-    def keep(self, q: Tensor, k: Tensor, v: Tensor) -> None:
-        self.kept = k
-
-
-class KeepsViewOfView(KeepsView):
-    @property
-    def capabilities(self) -> Capabilities:
-        return replace(super().capabilities, accepts_unowned_inputs=True)
-
-    def keep(self, q: Tensor, k: Tensor, v: Tensor) -> None:
-        self.kept = [v.flatten()[1:3].view(2)]
-
-
-class SavesForBackward(KeepsView):
-    @property
-    def capabilities(self) -> Capabilities:
-        return replace(super().capabilities, accepts_unowned_inputs=True)
-
-    def keep(self, q: Tensor, k: Tensor, v: Tensor) -> None:
-        with torch.enable_grad():
-            self.kept = q * torch.ones(1, requires_grad=True)
-
-
-class LeavesGarbage(KeepsView):
-    @property
-    def capabilities(self) -> Capabilities:
-        return replace(super().capabilities, accepts_unowned_inputs=True)
-
-    def keep(self, q: Tensor, k: Tensor, v: Tensor) -> None:
-        cycle: list[Any] = [q]
-        cycle.append(cycle)
-
-
-class ReturnsV(KeepsView):
-    @property
-    def capabilities(self) -> Capabilities:
-        return replace(super().capabilities, accepts_unowned_inputs=True)
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-        return v
-
-
-def misbehaves(rank: int, kind: type[SdpaBackend], exchange: str) -> tuple[str, str]:
+def misbehaves(rank: int, kind: type[SdpaBackend], exchange: str, sanitize: bool = False) -> tuple[str, str]:
     """Rank 1 has the bad backend. What each rank gets, and whether the exchange goes on or says that it does not."""
     pieces = [mine(t, (3, 5), rank) for t in qkv(8, 8, heads=4)]
     good = UlyssesAttention(SdpaBackend(), exchange=exchange)
     expected = good(*pieces)
-    bad = UlyssesAttention(kind() if rank else SdpaBackend(), exchange=exchange)
+    bad = UlyssesAttention(kind() if rank else SdpaBackend(), exchange=exchange, sanitize=sanitize)
     try:
         bad(*pieces)
         caught = ("nothing", "")
@@ -328,3 +288,58 @@ def leaves_garbage(rank: int) -> tuple[int, float]:
 def test_garbage_is_a_counted_warning() -> None:
     for collected, difference in run_ranks(leaves_garbage, 2):
         assert collected == 1 and difference < 1e-5
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("kind", "error", "words"),
+    [
+        (
+            WritesQ,
+            MutatedInputError,
+            "WritesQ was required to leave its inputs as they are; it wrote into the slot of q",
+        ),
+        (RecordsStream, RecordedStreamError, "RecordsStream recorded a stream on the slot of k"),
+    ],
+)
+def test_sanitize_mode_sees_writes_and_stream_records(kind: type[SdpaBackend], error: type, words: str) -> None:
+    other, bad = run_ranks(misbehaves, 2, kind, "slots", True)
+    assert bad[0] == error.__name__ and words in bad[1] and "closed" not in bad[1]
+    assert other[0] == PeerRefusedError.__name__ and words in other[1]
+
+
+def poisoned(rank: int, exchange: str, accepts: bool) -> None:
+    attn = UlyssesAttention(NhdBackend(accepts), exchange=exchange, sanitize=True)
+    whole = qkv(8, 8, heads=4)
+    for _ in range(3):
+        out = attn(*(mine(t, (3, 5), rank) for t in whole))
+        torch.testing.assert_close(out, mine(one_rank(*whole), (3, 5), rank), rtol=0, atol=1e-5)
+    memory: Any = attn.exchange
+    for role in ("q", "k", "v", *(["out"] if exchange == "slots" else [])):
+        slot = memory.memory.slot(rank, role, 64) if exchange == "slots" else memory._buffers[f"receive {role}"]
+        assert slot[:64].view(torch.float32).isnan().all()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("accepts", [True, False])
+@pytest.mark.parametrize("exchange", ["slots", "collective"])
+def test_sanitize_mode_poisons_released_slots(on_ranks: Run, exchange: str, accepts: bool) -> None:
+    on_ranks(2, poisoned, exchange, accepts)
+
+
+def overwritten(rank: int, sanitize: bool) -> str:
+    """A caller that uses one buffer for V and then for Q: both pushed, neither waited for."""
+    attn = UlyssesAttention(SdpaBackend(), exchange=exchange_for(want="slots", copy="inline"), sanitize=sanitize)
+    q, k, v = (mine(t, (3, 5), rank) for t in qkv(8, 8, heads=4))
+    buffer = torch.empty_like(v)
+    try:
+        attn.forward_async(lambda: buffer.copy_(q), lambda: k, lambda: buffer.copy_(v))
+    except IthacaError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+@pytest.mark.full
+def test_sanitize_mode_sees_a_source_that_is_overwritten() -> None:
+    for rank, caught in enumerate(run_ranks(overwritten, 2, True)):
+        assert caught.startswith(f"MutatedSourceError: rank {rank}: lane v was required to stay"), caught

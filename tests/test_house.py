@@ -19,7 +19,7 @@ FLOORS = (
     {"plan"},
     {"backends", "exchange", "launch"},
     {"strategies", "sharding"},
-    {"diffusers", "doctor"},
+    {"diffusers", "doctor", "verify"},
     {"demo"},
     {"cli"},
     {"__init__"},

@@ -39,6 +39,21 @@ def doctor() -> None:
     Console().print(examine())
 
 
+@app.command()
+def certify(
+    factory: Annotated[str, typer.Argument(help="MODULE:FACTORY, what makes the backend, as in 'ithaca:SdpaBackend'.")],
+    json: Annotated[Path | None, typer.Option(help="Write the certificate to this file.")] = None,
+) -> None:
+    """Show whether a backend may be handed receive slots: run it through all that it says it supports."""
+    from ithaca.verify import report
+
+    certificate = report.certified(factory)
+    Console().print(report.table(certificate))
+    if json is not None:
+        json.write_text(certificate.to_json())
+    raise typer.Exit(0 if certificate.passed else 1)
+
+
 def main() -> None:
     """Entry point: errors of the library are told in their own words, without a traceback."""
     logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[RichHandler(show_path=False)])

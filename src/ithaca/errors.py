@@ -66,5 +66,21 @@ class AliasedOutputError(IthacaError):
     """A reader of leased slots returned memory of a slot, which peers are about to write again."""
 
 
+class MutatedInputError(IthacaError):
+    """A reader of leased slots wrote into one. Looked for in sanitize mode and by the certificate."""
+
+
+class RecordedStreamError(IthacaError):
+    """A reader recorded a stream on a leased slot. Looked for in sanitize mode and by the certificate."""
+
+
+class MutatedSourceError(IthacaError):
+    """A pushed tensor was written before the call had waited for its push. Looked for in sanitize mode."""
+
+
+class CertificateError(IthacaError):
+    """A backend broke its promise, or its result is wrong, in a way that no other error names."""
+
+
 class RankFailedError(IthacaError):
     """A rank started by `run_ranks` raised, died or ran out of time."""

@@ -18,6 +18,7 @@ from ithaca.errors import ExchangeClosedError, LeaseError, PeerDiedError, PeerTi
 from ithaca.exchange.agreement import HEADER_NBYTES, Header, settle
 from ithaca.exchange.interface import Call, Exchange
 from ithaca.exchange.lease import Lease, borrowed
+from ithaca.exchange.scrutiny import poison
 from ithaca.geometry import Layout
 from ithaca.plan import Lane
 
@@ -197,6 +198,11 @@ class _CollectiveCall(Call):
         if to:
             torch._foreach_copy_(to, come)  # all lanes in one operation, which on a device is one launch
         return Lease(tensors, frozenset(unowned), lambda: self._give_back(landed))
+
+    def _poison(self, roles: frozenset[str]) -> None:
+        for lane in self.lanes:
+            if lane.role in roles:
+                poison(self._exchange.buffer(f"receive {lane.role}", lane.slot_nbytes[self._exchange.rank]))
 
     def _give_back(self, flights: list[_Flight]) -> None:
         for flight in flights:

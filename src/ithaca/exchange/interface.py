@@ -39,6 +39,7 @@ from ithaca.errors import (
 )
 from ithaca.exchange.agreement import DTYPES, Claim, Header
 from ithaca.exchange.lease import Lease
+from ithaca.exchange.scrutiny import watch_sources
 from ithaca.geometry import Layout
 from ithaca.plan import OUT, CallPlan, Lane, as_nhd
 
@@ -75,13 +76,24 @@ class Exchange(ABC):
         self._entering = threading.Lock()
         self._process = os.getpid()
 
-    def call(self, order: tuple[str, ...], layout: Layout, *, gathered: bool = False, terms: str = "") -> Call:
+    def call(
+        self,
+        order: tuple[str, ...],
+        layout: Layout,
+        *,
+        gathered: bool = False,
+        terms: str = "",
+        sanitize: bool = False,
+    ) -> Call:
         """Begin a call that will push the lanes of ``order``, received in ``layout``; use it as a ``with`` block.
 
         ``gathered``: every rank receives all heads (a plain gather over the tokens, without a way home). ``terms`` is
-        text that must be equal on all ranks. Refused while another call of the group is under way.
+        text that must be equal on all ranks. ``sanitize``: slots are poisoned when their leases end, and sources that
+        were written too early are found. Refused while another call of the group is under way.
         """
-        return self._new_call(Header(call=-1, step=0, order=order, gathered=gathered, terms=terms), layout)
+        call = self._new_call(Header(call=-1, step=0, order=order, gathered=gathered, terms=terms), layout)
+        call.sanitize = sanitize
+        return call
 
     def _enter(self, call: Call) -> int:
         """Make ``call`` the one under way, and give its number, which is equal on all ranks."""
@@ -170,6 +182,8 @@ class Call(ABC):
         #: What the exchange itself raised in this call: an agreed verdict, or the end of it. The same types may come
         #: out of a closure that uses another group, and mean nothing here.
         self._verdict: BaseException | None = None
+        self.sanitize = False
+        self._source_checks: list[Callable[[], None]] = []
         self._fatal: BaseException | None = None
 
     # -- what a strategy calls --------------------------------------------------------------------------------------
@@ -190,11 +204,15 @@ class Call(ABC):
         # Detached: the copies may run on another thread, where grad mode is on by default.
         header, sources = self._next_header(claims=tuple(claims)), {role: t.detach() for role, t in tensors.items()}
         self._last_step_taken = self._header.gathered and len(self._pushed) == len(self._header.order)
+        if self.sanitize:
+            self._source_checks.append(watch_sources(sources, self._exchange.rank))
         self._own(lambda: self._push(header, sources))
 
     def wait(self) -> Lease:
         """Block until all lanes of the call have arrived from all ranks; the sources are free again."""
         lease = self._leased(self._own(self._wait))
+        while self._source_checks:
+            self._source_checks.pop()()
         if self._header.gathered:
             self._complete = True
         else:
@@ -242,6 +260,10 @@ class Call(ABC):
     @abstractmethod
     def _refuse(self, reason: str) -> None:
         """Finish what was pushed, then take part in the next step with a refusal. Raises the verdict."""
+
+    @abstractmethod
+    def _poison(self, roles: frozenset[str]) -> None:
+        """Poison this rank's slots of ``roles``."""
 
     @abstractmethod
     def _drain(self) -> None:
@@ -323,6 +345,8 @@ class Call(ABC):
 
     def _leased(self, lease: Lease) -> Lease:
         self._leases.append(lease)
+        if self.sanitize:
+            lease.before_give_back = lambda: self._poison(lease.unowned)
         return lease
 
     def _next_header(self, claims: tuple[Claim, ...] = (), digest: bytes = bytes(16)) -> Header:

@@ -33,6 +33,8 @@ class Lease:
         self.collected = 0
         #: Lanes that somebody still held after the release.
         self.retained: list[str] = []
+        #: Runs when the right to read has ended, before the peers are told: sanitize mode poisons the slots there.
+        self.before_give_back: Callable[[], None] = lambda: None
         self._watched = {
             role: StorageWeakRef(tensors[role].untyped_storage()) for role in unowned if tensors[role].numel()
         }
@@ -56,16 +58,22 @@ class Lease:
             owned.update(zip(unowned, copies, strict=True))
         return owned
 
+    def holds(self, tensor: Tensor) -> str | None:
+        """The lane in whose slot ``tensor`` lies, if it lies in one."""
+        if tensor.numel():
+            start, stop = _span(tensor)
+            for role, (slot_start, slot_stop) in self._spans.items():
+                if start < slot_stop and slot_start < stop:
+                    return role
+        return None
+
     def check_output(self, out: Tensor) -> None:
         """Raise `AliasedOutputError` if ``out`` lies in a leased slot."""
-        if not out.numel():
-            return
-        start, stop = _span(out)
-        for role, (slot_start, slot_stop) in self._spans.items():
-            if start < slot_stop and slot_start < stop:
-                raise AliasedOutputError(
-                    f"{self.reader} was required to return memory of its own; it returned that of the slot of {role}"
-                )
+        role = self.holds(out)
+        if role is not None:
+            raise AliasedOutputError(
+                f"{self.reader} was required to return memory of its own; it returned that of the slot of {role}"
+            )
 
     def release(self) -> None:
         """Let go of the slots and tell the peers. Once; a second call does nothing.
@@ -85,12 +93,14 @@ class Lease:
                 )
             self.collected += 1
             log.warning("%s left its inputs to the garbage collector, which costs a collection each time", self.reader)
+        self.before_give_back()
         give_back()
 
     def abandon(self) -> None:
         """Release without a check: an error is under way, and its traceback may hold what the reader was given."""
         give_back = self._let_go()
         if give_back is not None:
+            self.before_give_back()
             give_back()
 
     def _let_go(self) -> Callable[[], None] | None:

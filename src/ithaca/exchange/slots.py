@@ -17,6 +17,7 @@ from ithaca.exchange.copy_stream import Task, copy_stream
 from ithaca.exchange.interface import AGREED, Call, Exchange
 from ithaca.exchange.lease import Lease
 from ithaca.exchange.peer_memory.interface import Message, PeerMemory, Signal, Wait
+from ithaca.exchange.scrutiny import poison
 from ithaca.geometry import Layout
 from ithaca.plan import Lane, aligned
 
@@ -171,6 +172,11 @@ class _SlotCall(Call):
                 self._memory.signal(Signal.CREDIT, lane.role, sources)
 
         return Lease(tensors, frozenset(tensors), give_back)
+
+    def _poison(self, roles: frozenset[str]) -> None:
+        for lane in self.lanes:
+            if lane.role in roles:
+                poison(slot_of(self._memory, lane, self._memory.rank))
 
     # -- the output ----------------------------------------------------------------------------------------------
 

@@ -11,7 +11,9 @@ Ithaca's own.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
@@ -21,6 +23,7 @@ from ithaca.backends.interface import AttentionBackend, borrows
 from ithaca.errors import ClosureError, InvalidInputError, IthacaError, UnsupportedError
 from ithaca.exchange.choice import EXCHANGES, exchange_for
 from ithaca.exchange.interface import Call, Exchange
+from ithaca.exchange.scrutiny import scrutinized
 from ithaca.geometry import Layout
 from ithaca.plan import OUT, as_nhd
 
@@ -34,11 +37,16 @@ class UlyssesAttention:
 
     ``group`` is the default group if None; without torch.distributed, or in a group of one, a call is a plain call of
     the backend. ``exchange`` is "auto", "slots" or "collective" (see `exchange_for`), or an exchange already made. The
-    exchange is set up on the first call, collectively.
+    exchange is set up on the first call, collectively. ``sanitize`` turns on the expensive checks of the ownership
+    contract (None: as ``ITHACA_SANITIZE=1`` says).
     """
 
     def __init__(
-        self, backend: AttentionBackend, group: dist.ProcessGroup | None = None, exchange: str | Exchange = "auto"
+        self,
+        backend: AttentionBackend,
+        group: dist.ProcessGroup | None = None,
+        exchange: str | Exchange = "auto",
+        sanitize: bool | None = None,
     ) -> None:
         if isinstance(exchange, str) and exchange not in EXCHANGES:
             raise InvalidInputError(f"exchange was required to be one of {EXCHANGES}; received {exchange!r}")
@@ -48,6 +56,12 @@ class UlyssesAttention:
             )
         self.backend, self.group = backend, group
         self._exchange = exchange
+        self._sanitize = sanitize
+
+    @property
+    def sanitize(self) -> bool:
+        """Whether the expensive checks of the ownership contract are on: as given, else by ``ITHACA_SANITIZE=1``."""
+        return os.environ.get("ITHACA_SANITIZE", "") == "1" if self._sanitize is None else self._sanitize
 
     @property
     def ulysses_degree(self) -> int:
@@ -129,7 +143,9 @@ class UlyssesAttention:
             order, layout = self._checked(issue_order, mask, scale), self.backend.capabilities.layout
         except Exception as error:
             fault = error
-        with self._resolve(self._device(given)).call(order, layout, terms=_terms(mask, scale)) as call:
+        with self._resolve(self._device(given)).call(
+            order, layout, terms=_terms(mask, scale), sanitize=self.sanitize
+        ) as call:
             if fault is not None:
                 raise fault
             if at_once:
@@ -211,7 +227,8 @@ class UlyssesAttention:
             rest = (mask, scale, q_len, kv_len)
             if borrows(self.backend, made["q"].device):
                 # Slots are named nowhere but in this call: a name here would keep them alive past the release.
-                result = self._backend(inputs["q"], inputs["k"], inputs["v"], *rest)
+                with scrutinized(inputs) if call.sanitize else nullcontext():
+                    result = self._backend(inputs["q"], inputs["k"], inputs["v"], *rest)
                 inputs.check_output(result)
                 return result
             owned = inputs.own()

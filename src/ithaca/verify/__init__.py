@@ -1,0 +1,4 @@
+"""Showing that what is promised holds."""
+
+from ithaca.verify.certify import Certificate as Certificate
+from ithaca.verify.certify import certify as certify

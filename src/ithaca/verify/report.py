@@ -1,0 +1,41 @@
+"""A certificate from a name, and as a table."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+from rich.table import Table
+
+from ithaca.backends.interface import AttentionBackend
+from ithaca.errors import InvalidInputError
+from ithaca.verify.certify import Certificate, certify
+
+
+def certified(factory: str) -> Certificate:
+    """Certify what ``MODULE:FACTORY`` makes; modules of the working directory are found too."""
+    module, _, name = factory.partition(":")
+    sys.path.insert(0, "")
+    try:
+        backend = getattr(importlib.import_module(module), name)()
+    except (ImportError, AttributeError, ValueError) as error:
+        raise InvalidInputError(f"MODULE:FACTORY was required; received {factory!r}: {error}") from error
+    finally:
+        sys.path.remove("")
+    if not isinstance(backend, AttentionBackend):
+        raise InvalidInputError(f"{factory} was required to make an AttentionBackend; it made {type(backend).__name__}")
+    return certify(backend)
+
+
+def table(certificate: Certificate) -> Table:
+    """One row a configuration; breaches in full."""
+    promise = "accepts" if certificate.accepts_unowned_inputs else "does not accept"
+    verdict = "passed" if certificate.passed else "BREACH"
+    result = Table(title=f"{certificate.backend}, which {promise} unowned inputs: {verdict}")
+    result.add_column("configuration")
+    result.add_column("off the reference", justify="right")
+    result.add_column("verdict")
+    for each in certificate.results:
+        off = "" if each.difference is None else f"{each.difference:.1e}"
+        result.add_row(str(each.case), off, each.error or "passed")
+    return result
