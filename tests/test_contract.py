@@ -29,8 +29,10 @@ from ithaca import (
     ExchangeClosedError,
     IthacaError,
     Layout,
+    Lease,
     MutatedInputError,
     PeerRefusedError,
+    RankFailedError,
     RecordedStreamError,
     RetainedInputError,
     SdpaBackend,
@@ -39,6 +41,7 @@ from ithaca import (
     run_ranks,
 )
 from ithaca.backends.interface import borrows
+from ithaca.strategies import ulysses
 
 CPU = torch.device("cpu")
 
@@ -343,3 +346,53 @@ def overwritten(rank: int, sanitize: bool) -> str:
 def test_sanitize_mode_sees_a_source_that_is_overwritten() -> None:
     for rank, caught in enumerate(run_ranks(overwritten, 2, True)):
         assert caught.startswith(f"MutatedSourceError: rank {rank}: lane v was required to stay"), caught
+
+
+# -- the tests of dispatch can fail ------------------------------------------------------------------------------------
+
+
+def plant(fault: str) -> None:
+    """Break the dispatch in this process."""
+    attend, checked, own = UlyssesAttention._backend, UlyssesAttention._checked, Lease.own
+    if fault == "default flipped":
+        ulysses.borrows = lambda backend, device: True
+    elif fault == "lengths swapped":
+
+        def swapped(self: UlyssesAttention, *args: Any) -> Tensor:
+            return attend(self, *args[:-2], args[-1], args[-2])
+
+        UlyssesAttention._backend = swapped  # type: ignore[method-assign]
+    elif fault == "order changed":
+        UlyssesAttention._checked = lambda self, *args: checked(self, *args)[::-1]  # type: ignore[method-assign]
+    elif fault == "tail dropped":
+        UlyssesAttention._checked = lambda self, *args: checked(self, *args)[:-1]  # type: ignore[method-assign]
+    elif fault == "copied twice":
+        Lease.own = lambda self: (own(self), own(self))[1]  # type: ignore[method-assign]
+    else:
+        assert fault == "none"
+
+
+def planted(rank: int, fault: str, case: str) -> None:
+    plant(fault)
+    dispatched(rank, "slots", case)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("fault", "case"),
+    [
+        ("default flipped", "nhd-b1-default-copy"),
+        ("lengths swapped", "nhd-b1-cross-optin-view"),
+        ("order changed", "nhd-b1-optin-view"),
+        ("tail dropped", "nhd-b1-optin-view"),
+        ("copied twice", "nhd-b1-denied-copy"),
+    ],
+)
+def test_a_planted_fault_turns_dispatch_red(fault: str, case: str) -> None:
+    with pytest.raises(RankFailedError, match="Error"):
+        run_ranks(planted, 2, fault, case)
+
+
+@pytest.mark.full
+def test_without_a_fault_it_is_green() -> None:
+    run_ranks(planted, 2, "none", "nhd-b1-denied-copy")
