@@ -101,7 +101,7 @@ CASES: dict[str, tuple[Layout, int, bool | None, bool, type[Probe], bool, bool]]
 
 def dispatched(rank: int, exchange: str, case: str) -> None:
     layout, batch, accepts, cross, kind, slots_view, collective_view = CASES[case]
-    q_sizes, kv_sizes = ((3, 4), (5, 2)) if cross else ((3, 4), (3, 4))
+    q_sizes, kv_sizes = ((3, 4), (5, 6)) if cross else ((3, 4), (3, 4))
     whole = qkv(sum(q_sizes), sum(kv_sizes), heads=4, batch=batch)
     pieces = [mine(t, s, rank) for t, s in zip(whole, (q_sizes, kv_sizes, kv_sizes), strict=True)]
     order = ("q", "k", "v") if cross else ("v", "q", "k")
