@@ -23,7 +23,7 @@ from ithaca import Exchange, Layout, Splits, exchange_for, run_ranks
 
 BATCH, TOKENS, HEADS, HEAD_DIM, DTYPE = 1, 4096, 12, 128, torch.bfloat16
 ROLES = ("v", "q", "k")
-IN_A_ROW = 5
+IN_A_ROW = 3
 
 
 def round_trip(exchange: Exchange, lanes: dict[str, torch.Tensor], out: torch.Tensor) -> None:
@@ -70,7 +70,7 @@ def measure(rank: int, ranks: int, turns: int) -> dict[str, list[tuple[float, fl
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--turns", type=int, default=15)
+    parser.add_argument("--turns", type=int, default=20)
     turns = parser.parse_args().turns
     table = Table(
         title=f"Q, K, V in and O back: B{BATCH} S{TOKENS} H{HEADS} D{HEAD_DIM} bf16, {turns} turns of {IN_A_ROW}"

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 from itertools import permutations
 
 import pytest
 import torch
+import torch.distributed as dist
 from cases import BACKENDS, NhdBackend, mine, one_rank, one_rank_by_slices, qkv
 from conftest import Run
 
-from ithaca import SdpaBackend, UlyssesAttention, exchange_for
+from ithaca import (
+    ExchangeUnavailableError,
+    PlanMismatchError,
+    SdpaBackend,
+    UlyssesAttention,
+    UnsupportedError,
+    exchange_for,
+)
+from ithaca.exchange.choice import choose
 from ithaca.geometry import Layout
 
 pytestmark = pytest.mark.full
@@ -151,13 +161,60 @@ def test_bytes_and_header_rounds_are_counted(on_ranks: Run) -> None:
     on_ranks(2, bytes_and_rounds)
 
 
-def told(rank: int) -> list[str]:
-    attn = UlyssesAttention(SdpaBackend())
-    return [attn.exchange.kind, attn.exchange.reason]
+def told(rank: int) -> list[list[str]]:
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("ithaca").addHandler(handler)
+    logging.getLogger("ithaca").setLevel(logging.INFO)
+    group = dist.new_group([0, 1])
+    layers = [UlyssesAttention(SdpaBackend(), group) for _ in range(3)]
+    said = [[attn.exchange.kind, attn.exchange.reason] for attn in layers]
+    logging.getLogger("ithaca").removeHandler(handler)
+    return [said[2], lines]
 
 
-def test_auto_takes_slots_on_one_host_and_says_why(on_ranks: Run) -> None:
-    assert on_ranks(2, told) == [["slots", "all ranks are on one Linux host and the tensors on CPU"]] * 2
+def test_auto_takes_slots_on_one_host_and_says_why_once(on_ranks: Run) -> None:
+    why = "all ranks are on one Linux host and the tensors on CPU"
+    line = f"exchange of 2 ranks: slots ({why})"
+    assert on_ranks(2, told) == [[["slots", why], [line]], [["slots", why], []]]
+
+
+def facts(**differences: object) -> dict[str, object]:
+    here = {"version": "1", "want": "auto", "copy": "auto", "device": "cpu", "backend": "cpu:gloo,cuda:nccl"}
+    return {**here, "missing": [], "host": "h", "spaces": [1, 2], "user": 0, **differences}
+
+
+@pytest.mark.parametrize(
+    ("differences", "kind", "reason"),
+    [
+        ({}, "slots", "one Linux host"),
+        ({"want": "collective"}, "collective", "asked for"),
+        ({"device": "cuda"}, "collective", "rank 0 has its tensors on cuda"),
+        ({"missing": ["eventfd"]}, "collective", "rank 0 runs without eventfd"),
+    ],
+)
+def test_the_choice_and_its_reason(differences: dict[str, object], kind: str, reason: str) -> None:
+    chosen, why = choose([facts(**differences)] * 2)
+    assert chosen == kind and reason in why
+
+
+@pytest.mark.parametrize(
+    ("key", "reason"), [("host", "another host"), ("spaces", "another network or process"), ("user", "another user")]
+)
+def test_ranks_that_cannot_share_memory_take_the_collective(key: str, reason: str) -> None:
+    ranks = [facts(), facts(**{key: "elsewhere"})]
+    assert choose(ranks)[0] == "collective" and f"rank 1 is of {reason}" in choose(ranks)[1]
+    with pytest.raises(ExchangeUnavailableError, match=reason):
+        choose([{**each, "want": "slots"} for each in ranks])
+
+
+def test_ranks_that_ask_for_different_exchanges_are_told() -> None:
+    for key in ("version", "want", "copy", "device"):
+        with pytest.raises(PlanMismatchError, match=f"same {key} .* rank 1: 'other'"):
+            choose([facts(), facts(**{key: "other"})])
+    with pytest.raises(UnsupportedError, match="received some on meta"):
+        choose([facts(device="meta")] * 2)
 
 
 def forced_copies(rank: int, copy: str) -> str:

@@ -10,9 +10,13 @@ from torchmetrics.functional.image import peak_signal_noise_ratio, structural_si
 from ithaca.demo import jobs
 from ithaca.demo.variants import Measured
 
+_CAPTION = "MB: sent between ranks in a run, by all of them together"
+
 
 def video_table(of_ranks: list[list[Measured]], ranks: int, videos: int, steps: int) -> Table:
-    table = Table(title=f"{videos} video(s), {steps} steps, one thread a rank, {ranks} ranks against one")
+    table = Table(
+        title=f"{videos} video(s), {steps} steps, one thread a rank, {ranks} ranks against one", caption=_CAPTION
+    )
     for column in ("", "s/step", "s", "speed-up", "MB", "max diff", "PSNR dB", "SSIM"):
         table.add_column(column, justify="right", no_wrap=True)
     one = of_ranks[0][0]
