@@ -41,7 +41,8 @@ class CollectiveExchange(Exchange):
         return _CollectiveCall(self, header, layout)
 
     def _shut(self, error: BaseException | None) -> None:
-        self._buffers.clear()
+        if error is None:  # else somebody may still hold what he was lent, which owns nothing
+            self._buffers.clear()
 
     def check(self, role: str, tensor: Tensor) -> None:
         super().check(role, tensor)
@@ -209,13 +210,13 @@ class _CollectiveCall(Call):
             self._exchange.give_back(flight.lane.role)
 
     def _push_out(self, header: Header, lane: Lane, out: Tensor) -> None:
+        self.lanes.append(lane)
         # Its header rides on the data: by now all ranks know all sizes, and a second round would cost its latency.
         self._flights.append(_Flight(self._exchange, lane, out, header))
 
     def _wait_out(self) -> Lease:
         self._land()
-        settle_out = self._flights[0].headers()
-        settle(settle_out, self._exchange.rank)
+        settle(self._flights[0].headers(), self._exchange.rank)
         return self._lease()
 
     def _refuse(self, reason: str) -> None:

@@ -182,9 +182,9 @@ class Call(ABC):
         #: What the exchange itself raised in this call: an agreed verdict, or the end of it. The same types may come
         #: out of a closure that uses another group, and mean nothing here.
         self._verdict: BaseException | None = None
+        self._fatal: BaseException | None = None
         self.sanitize = False
         self._source_checks: list[Callable[[], None]] = []
-        self._fatal: BaseException | None = None
 
     # -- what a strategy calls --------------------------------------------------------------------------------------
 
@@ -346,8 +346,12 @@ class Call(ABC):
     def _leased(self, lease: Lease) -> Lease:
         self._leases.append(lease)
         if self.sanitize:
-            lease.before_give_back = lambda: self._poison(lease.unowned)
+            lease.before_give_back = lambda: self._poison_of(lease)
         return lease
+
+    def _poison_of(self, lease: Lease) -> None:
+        if self._exchange._ended is None:  # else there is no slot any more
+            self._poison(lease.unowned)
 
     def _next_header(self, claims: tuple[Claim, ...] = (), digest: bytes = bytes(16)) -> Header:
         header = replace(self._header, claims=claims, digest=digest)
