@@ -89,7 +89,8 @@ def test_a_late_rank_is_named_with_what_was_expected() -> None:
 
 
 def test_a_late_rank_on_the_collective() -> None:
-    first, _, third = RankPool(3).run_tolerant(one_goes, "collective", "late", timeout=60)
+    first, late, third = RankPool(3).run_tolerant(one_goes, "collective", "late", timeout=60)
+    assert not isinstance(late, RankFailedError) and "rank 1 expected its" in late[1], late
     for result in (first, third):
         assert not isinstance(result, RankFailedError), result
         assert result[0] in ("PeerTimeoutError", "PeerDiedError") and result[2] < 2 * DEADLINE, result

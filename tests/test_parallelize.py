@@ -16,7 +16,15 @@ from conftest import Run
 from diffusers import WanTransformer3DModel
 from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 
-from ithaca import InvalidInputError, IthacaError, PeerRefusedError, UnsupportedError, exchange_for, parallelize
+from ithaca import (
+    InvalidInputError,
+    IthacaError,
+    PeerRefusedError,
+    PlanMismatchError,
+    UnsupportedError,
+    exchange_for,
+    parallelize,
+)
 from ithaca.diffusers.wan import UlyssesWanProcessor
 
 pytestmark = pytest.mark.full
@@ -81,19 +89,19 @@ def test_wan_with_fused_projections_or_a_timestep_per_token(on_ranks: Run, fused
     on_ranks(2, equal, 2, "15 tokens", {}, fused, per_token)
 
 
-def bytes_of_a_step(rank: int) -> tuple[int, int]:
+def bytes_of_a_step(rank: int) -> int:
     model, given = wan(), inputs(GRIDS["24 tokens"])
     counters = exchange_for(want="slots").counters
     parallelize(model, ulysses_degree=2, exchange="slots")
     before = counters.bytes_moved
     model(**given)
-    return counters.bytes_moved - before, sum(p.numel() for p in model.parameters())
+    return counters.bytes_moved - before
 
 
 def test_text_moves_no_bytes(on_ranks: Run) -> None:
     turns = LAYERS * 4 * (BATCH * 12 * (HEADS // 2) * HEAD_DIM)  # Q, K, V and O, half the heads to the other rank
     gathered = BATCH * 12 * 4 * 4  # the projected tokens: 4 channels of a 2 x 2 patch
-    for moved, _ in on_ranks(2, bytes_of_a_step):
+    for moved in on_ranks(2, bytes_of_a_step):
         assert moved == (turns + gathered) * 4
 
 
@@ -197,3 +205,41 @@ def test_an_output_projection_that_raises_tells_the_peers(on_ranks: Run) -> None
 
 def test_a_model_that_raises_tells_its_peers(on_ranks: Run) -> None:
     on_ranks(2, raises_between_calls)
+
+
+def disagreeing(rank: int) -> list[str]:
+    """Ranks that were given inputs of another shape with as many tokens, another text length, another timestep."""
+    model, given = wan(), inputs(GRIDS["24 tokens"])
+    expected = model(**given)[0]
+    parallelize(model, ulysses_degree=2)
+    others = {
+        "hidden_states": torch.randn(BATCH, 4, 2, 8, 6),
+        "encoder_hidden_states": torch.randn(BATCH, 3, 10),
+        "timestep": torch.tensor([3.0, 699.0]),
+    }
+    messages = []
+    for name, other in others.items():
+        with pytest.raises(PlanMismatchError) as raised:
+            model(**{**given, name: other} if rank else given)
+        messages.append(str(raised.value))
+        assert torch.equal(model(**given)[0], expected)
+    return messages
+
+
+def test_ranks_that_were_given_different_inputs_are_told(on_ranks: Run) -> None:
+    for messages in on_ranks(2, disagreeing):
+        for message, words in zip(messages, ("[2, 4, 2, 8, 6]", "[2, 3, 10]", "[3.0, 699.0]"), strict=True):
+            assert words in message and "rank 0 sent" in message and "rank 1 sent" in message
+
+
+def copied(rank: int) -> None:
+    model, given = wan(), inputs(GRIDS["24 tokens"])
+    parallelize(model, ulysses_degree=2)
+    for _ in range(2):
+        with pytest.raises(UnsupportedError, match="copy the model first, and parallelize the copy"):
+            copy.deepcopy(model)
+        model(**given)
+
+
+def test_a_parallelized_model_is_not_copied(on_ranks: Run) -> None:
+    on_ranks(2, copied)

@@ -13,6 +13,7 @@ from conftest import Run
 
 from ithaca import (
     ExchangeUnavailableError,
+    InvalidInputError,
     PlanMismatchError,
     SdpaBackend,
     UlyssesAttention,
@@ -234,3 +235,52 @@ def test_copies_on_a_thread_or_inline(on_ranks: Run, copy: str, stream: str) -> 
 
 def test_the_layouts_differ() -> None:
     assert SdpaBackend().capabilities.layout is Layout.HND and NhdBackend().capabilities.layout is Layout.NHD
+
+
+def modes(rank: int, exchange: str, copy: str, first: bool) -> None:
+    """Calls in inference mode and out of it, in turn, on one exchange."""
+    group = dist.new_group([0, 1])
+    made = exchange_for(group, exchange, copy=copy)
+    attn = UlyssesAttention(SdpaBackend(), group, made)
+    whole = qkv(9, 9, heads=4)
+    for inference in (first, not first, first):
+        with torch.inference_mode(inference), torch.no_grad():
+            pieces = [mine(t, (4, 5), rank).clone() for t in whole]
+            for out in (attn(*pieces), attn.forward_async(*(lambda t=t: t for t in pieces))):
+                torch.testing.assert_close(out, mine(one_rank(*whole), (4, 5), rank), rtol=0, atol=1e-5)
+                out += 1  # the caller's own
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize(("exchange", "copy"), [("slots", "thread"), ("slots", "inline"), ("collective", "auto")])
+def test_inference_mode_may_come_and_go(on_ranks: Run, exchange: str, copy: str, first: bool) -> None:
+    on_ranks(2, modes, exchange, copy, first)
+
+
+def weight_gradient(rank: int, exchange: str) -> None:
+    """Grad mode is on, and the output projection has weights to train: they get their gradient, from a copy."""
+    q, k, v = (mine(t, (4, 5), rank) for t in qkv(9, 9, heads=4))
+    linear = torch.nn.Linear(64, 8)
+    attn = UlyssesAttention(SdpaBackend(), exchange=exchange)
+    out = attn.forward_async(lambda: q, lambda: k, lambda: v, project_out=lambda heads: linear(heads.flatten(2)))
+    out.sum().backward()
+    expected = attn(q, k, v).flatten(2).sum(dim=(0, 1)).expand(8, 64)
+    torch.testing.assert_close(linear.weight.grad, expected)
+
+
+@pytest.mark.parametrize("exchange", ["slots", "collective"])
+def test_an_output_projection_may_be_trained(on_ranks: Run, exchange: str) -> None:
+    on_ranks(2, weight_gradient, exchange)
+
+
+def not_in_it(rank: int) -> None:
+    group = dist.new_group([0])
+    if rank == 1:
+        attn = UlyssesAttention(SdpaBackend(), group)
+        for use in (lambda: attn(*qkv(3, 3, heads=2)), lambda: attn.exchange, lambda: exchange_for(group)):
+            with pytest.raises(InvalidInputError, match="this process"):
+                use()
+
+
+def test_a_process_outside_of_the_group_is_told(on_ranks: Run) -> None:
+    on_ranks(2, not_in_it)

@@ -59,6 +59,9 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[RichHandler(show_path=False)])
     try:
         app()
+    except ModuleNotFoundError as error:
+        Console(stderr=True).print(f"this command was required to find {error.name}: pip install 'ithaca[demo]'")
+        raise SystemExit(1) from None
     except IthacaError as error:
         Console(stderr=True).print(f"[bold red]{type(error).__name__}[/]: {error}", highlight=False)
         raise SystemExit(1) from None

@@ -33,7 +33,8 @@ def run_ranks(fn: Callable[..., T], ranks: int, *args: Any, timeout: float = 300
     """Run ``fn(rank, *args)`` in ``ranks`` fresh processes and return their results in the order of the ranks.
 
     Each has a gloo group over all of them as its default group, and ``cores / ranks`` threads. ``fn``, its arguments
-    and results travel by pickle, so ``fn`` is a module's own function. On the first failure, or after ``timeout``
+    and results travel by pickle, so ``fn`` is a module's own function, and a script that calls this does so under
+    ``if __name__ == "__main__"``. On the first failure, or after ``timeout``
     seconds, the other ranks are ended and `RankFailedError` is raised with the first failed rank's own traceback. This
     process hosts the store, so that the ranks that outlive one's death can still form a new group.
     """
@@ -99,7 +100,12 @@ class RankPool:
     def _send(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
         if not self.alive:
             raise RankFailedError("a pool that is alive was required; this one has ended, by a failure or `close`")
-        job = pickle.dumps((fn, args))
+        try:
+            job = pickle.dumps((fn, args))
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise InvalidInputError(
+                f"a module's own function and arguments that can be pickled were required; received {fn!r}: {error}"
+            ) from error
         for rank, pipe in enumerate(self._pipes):
             try:
                 pipe.send_bytes(job)

@@ -173,10 +173,6 @@ class CallPlan:
             )
         return CallPlan(lanes=lanes, out=q.homeward(v.head_dim))
 
-    @property
-    def ranks(self) -> int:
-        return self.out.ranks
-
     @cached_property
     def digest(self) -> bytes:
         """16 bytes that are equal on two ranks only if their plans are."""

@@ -52,10 +52,10 @@ def verdict(of_ranks: list[list[Measured]], ranks: int) -> str:
         kind: max(one / m.seconds for m in of_ranks[0] if m.variant.exchange == kind)
         for kind in ("slots", "collective")
     }
-    gains = {kind: "gains nothing" if gain < 1.1 else f"is {gain:.1f} times as fast" for kind, gain in best.items()}
+    gains = {kind: f"{gain:.1f} times as fast" if gain >= 1.1 else "no faster" for kind, gain in best.items()}
     return (
-        f"So small a model {gains['collective']} from {ranks} ranks through gloo, where the exchange costs as much as "
-        f"the work; through slots it {gains['slots']}."
+        f"On {ranks} ranks so small a model is {gains['slots']} through slots and {gains['collective']} through gloo: "
+        f"there is little work beside the exchange."
     )
 
 

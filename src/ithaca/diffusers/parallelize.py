@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import importlib
 from typing import Any, TypeVar
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from ithaca.backends.interface import AttentionBackend
 from ithaca.backends.sdpa import SdpaBackend
@@ -17,6 +19,9 @@ from ithaca.exchange.interface import Exchange
 from ithaca.strategies.ulysses import UlyssesAttention
 
 M = TypeVar("M")
+
+#: Elements up to which a tensor counts as a setting, such as a timestep.
+_SMALL = 16
 
 #: Class of the transformer to the module that knows it, which has ``install(model, attention, asynchronous)``.
 FAMILIES = {"WanTransformer3DModel": "ithaca.diffusers.wan"}
@@ -55,9 +60,26 @@ def parallelize(
             from ithaca.diffusers.token_hooks import install_token_hooks
 
             install_token_hooks(model, lambda: attention.exchange)
-            _tell_peers_of_errors(model, attention)
+            _keep_together(model, attention)
         model._ithaca = attention  # type: ignore[assignment]
     return model_or_pipeline
+
+
+def described(inputs: Any) -> str:
+    """The shapes and dtypes of all that a model was given, small CPU tensors with their values; a digest comes first.
+
+    Values of large tensors are left out: they may differ in their last bits where each rank has computed its own.
+    """
+    parts = []
+    for leaf in tree_leaves(inputs):
+        if isinstance(leaf, Tensor):
+            text = f"{[*leaf.shape]} {str(leaf.dtype).removeprefix('torch.')}"
+            small = leaf.device.type == "cpu" and leaf.numel() <= _SMALL
+            parts.append(f"{text} = {[float(f'{x:.6g}') for x in leaf.flatten().tolist()]}" if small else text)
+        elif isinstance(leaf, bool | int | float | str | None):
+            parts.append(repr(leaf))
+    text = "; ".join(parts)
+    return f"{hashlib.blake2b(text.encode(), digest_size=6).hexdigest()}: {text}"
 
 
 def _transformers(model_or_pipeline: Any) -> list[nn.Module]:
@@ -70,8 +92,18 @@ def _transformers(model_or_pipeline: Any) -> list[nn.Module]:
     return found
 
 
-def _tell_peers_of_errors(model: nn.Module, attention: UlyssesAttention) -> None:
-    """A model that raises between two calls would leave its peers waiting in the next one: enter it, and refuse."""
+def _keep_together(model: nn.Module, attention: UlyssesAttention) -> None:
+    """Keep the ranks together around a forward.
+
+    Ranks that were given inputs of other shapes or dtypes, or another timestep, find out in the first attention. A
+    model that raises between two calls would leave its peers waiting in the next one: it is entered, and refused.
+    """
+
+    def note(module: nn.Module, args: Any, kwargs: Any) -> None:
+        attention.context = f", given {described((args, kwargs))}"
+
+    # Before the hook that cuts some of them: what each rank gets then is its own.
+    model.register_forward_pre_hook(note, prepend=True, with_kwargs=True)
     forward = model.forward
 
     @functools.wraps(forward)

@@ -21,6 +21,7 @@ from ithaca.version import __version__
 
 HEADER_NBYTES = 1024
 MAX_LANES = 8
+TERMS_NBYTES = 224
 
 #: What an exchange can carry; the place in this table is what travels.
 DTYPES = (
@@ -38,7 +39,7 @@ DTYPES = (
 )
 
 _MAGIC = b"ITHC"
-_FIXED = struct.Struct("<4s16sqqBB16s64s96s")  # magic, version, call, step, lanes, gathered, digest, order, terms
+_FIXED = struct.Struct("<4s16sqqBB16s64s224s")  # magic, version, call, step, lanes, gathered, digest, order, terms
 _CLAIM = struct.Struct("<16sBB4q")  # role, dtype, layout, shape
 _REFUSAL_NBYTES = HEADER_NBYTES - _FIXED.size - MAX_LANES * _CLAIM.size
 _LARGEST_DIM = 2**40
@@ -95,7 +96,7 @@ class Header:
             self.gathered,
             self.digest,
             _clip(",".join(self.order), 64),
-            _clip(self.terms, 96),
+            _clip(self.terms, TERMS_NBYTES),
         )
         claims = b"".join(
             _CLAIM.pack(_clip(c.role, 16), DTYPES.index(c.dtype), c.layout is Layout.HND, *c.shape) for c in self.claims
@@ -179,6 +180,11 @@ def _lanes(claims: tuple[tuple[Claim, ...], ...], gathered: bool) -> tuple[Lane,
             shares = Splits.even(heads, len(claims))
             lanes.append(Lane.inward(claim.role, claim.dtype, claim.layout, batch, head_dim, tokens, shares))
     return tuple(lanes)
+
+
+def clipped(terms: str) -> str:
+    """``terms`` as far as a header carries them: a rank's own must read like those of its peers."""
+    return _text(_clip(terms, TERMS_NBYTES))
 
 
 def _clip(text: str, nbytes: int) -> bytes:

@@ -123,8 +123,8 @@ def exchange_for(
             f"received {want!r} and {copy!r}"
         )
     pg = group if group is not None else dist.group.WORLD
-    if pg is None:
-        raise InvalidInputError("an exchange was required to have a process group; torch.distributed has none")
+    if pg is None or dist.get_rank(pg) < 0:
+        raise InvalidInputError("an exchange was required to be of a process group that this process is in")
     state = _groups.setdefault(pg, _GroupState())
     asked = (want, copy, device.type)
     if asked not in state.chosen:

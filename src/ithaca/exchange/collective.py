@@ -7,7 +7,8 @@ receive buffer is rank-major: only NHD with a batch of one can be read where it 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
@@ -78,7 +79,8 @@ class CollectiveExchange(Exchange):
         ]
         self.counters.header_rounds += 1
         what = f"its header of call {header.call} step {header.step}"
-        works = dist.batch_isend_irecv(ops)
+        with self.expecting(tuple(theirs), what):
+            works = dist.batch_isend_irecv(ops)
         # One work an operation (gloo), or one for the whole batch (NCCL).
         who = [(r,) for r in theirs for _ in range(2)] if len(works) == len(ops) else [tuple(theirs)] * len(works)
         for ranks, work in zip(who, works, strict=True):
@@ -90,8 +92,14 @@ class CollectiveExchange(Exchange):
 
     def complete(self, work: dist.Work, ranks: Sequence[int], what: str) -> None:
         """Wait for ``work`` within the deadline."""
-        try:
+        with self.expecting(ranks, what):
             work.wait(timedelta(seconds=self.timeout))
+
+    @contextmanager
+    def expecting(self, ranks: Sequence[int], what: str) -> Iterator[None]:
+        """Say of a failure of the process group what this rank expected of whom."""
+        try:
+            yield
         except RuntimeError as error:
             text = f"rank {self.rank} expected {what} of rank(s) {sorted(ranks)}; the process group said: {error}"
             timed_out = "timed out" in str(error).lower() or "timeout" in str(error).lower()
@@ -123,15 +131,15 @@ class _Flight:
             if tensor.numel():
                 share = lane.take(tensor, me, dest)
                 chunk[self.head :].view(lane.dtype).view(share.shape).copy_(share)
-        self.work = dist.all_to_all_single(
-            self.received, sent, self.sizes, out_sizes, group=exchange.group, async_op=True
-        )
+        self.others = tuple(rank for rank in everyone if rank != me)
+        with exchange.expecting(self.others, f"its share of lane {lane.role}"):
+            self.work = dist.all_to_all_single(
+                self.received, sent, self.sizes, out_sizes, group=exchange.group, async_op=True
+            )
         exchange.counters.bytes_moved += lane.moved_nbytes[me]
 
     def land(self, call: int) -> None:
-        exchange = self.exchange
-        others = [rank for rank in range(exchange.world_size) if rank != exchange.rank]
-        exchange.complete(self.work, others, f"its share of lane {self.lane.role} of call {call}")
+        self.exchange.complete(self.work, self.others, f"its share of lane {self.lane.role} of call {call}")
 
     def headers(self) -> list[Header]:
         return [

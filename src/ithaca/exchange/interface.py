@@ -37,7 +37,7 @@ from ithaca.errors import (
     RetainedInputError,
     UnsupportedError,
 )
-from ithaca.exchange.agreement import DTYPES, Claim, Header
+from ithaca.exchange.agreement import DTYPES, Claim, Header, clipped
 from ithaca.exchange.lease import Lease
 from ithaca.exchange.scrutiny import watch_sources
 from ithaca.geometry import Layout
@@ -91,7 +91,7 @@ class Exchange(ABC):
         text that must be equal on all ranks. ``sanitize``: slots are poisoned when their leases end, and sources that
         were written too early are found. Refused while another call of the group is under way.
         """
-        call = self._new_call(Header(call=-1, step=0, order=order, gathered=gathered, terms=terms), layout)
+        call = self._new_call(Header(call=-1, step=0, order=order, gathered=gathered, terms=clipped(terms)), layout)
         call.sanitize = sanitize
         return call
 
@@ -294,9 +294,14 @@ class Call(ABC):
             exchange._current = None
 
     def _own(self, step: Callable[[], T]) -> T:
-        """Run a step of the exchange itself, and keep what it raises apart from what the caller's code raises."""
+        """Run a step of the exchange itself, and keep what it raises apart from what the caller's code raises.
+
+        Outside of inference mode, whatever the caller is in: buffers and views that stay must be writable in the next
+        call, which may be in another mode.
+        """
         try:
-            return step()
+            with torch.inference_mode(False), torch.no_grad():
+                return step()
         except AGREED as verdict:
             self._verdict = verdict
             raise
@@ -329,19 +334,23 @@ class Call(ABC):
             _known(error)
             return
         try:
-            for lease in self._leases:
-                lease.abandon()
-            if error is self._verdict:
-                _known(error)
-            elif not self._last_step_taken:
-                with contextlib.suppress(*AGREED):  # the verdict: this rank has the error that it came with
-                    self._refuse(str(error) if isinstance(error, _Refusal) else f"{type(error).__name__}: {error}")
-                _known(error)
-            self._drain()
+            with torch.inference_mode(False), torch.no_grad():
+                self._go_on_without(error)
         except BaseException as fatal:  # peers that do not come to the meeting: nothing to agree on any more
             exchange._close(fatal)
             if not isinstance(fatal, Exception):
                 raise
+
+    def _go_on_without(self, error: BaseException) -> None:
+        for lease in self._leases:
+            lease.abandon()
+        if error is self._verdict:
+            _known(error)
+        elif not self._last_step_taken:
+            with contextlib.suppress(*AGREED):  # the verdict: this rank has the error that it came with
+                self._refuse(str(error) if isinstance(error, _Refusal) else f"{type(error).__name__}: {error}")
+            _known(error)
+        self._drain()
 
     def _leased(self, lease: Lease) -> Lease:
         self._leases.append(lease)

@@ -90,6 +90,11 @@ class Lease:
                 raise RetainedInputError(
                     f"{self.reader} was required to let go of its inputs when it returned; it still holds "
                     f"{', '.join(self.retained)}, which peers are about to write again"
+                    + (
+                        " (autograd may have saved it: torch.no_grad() prevents that)"
+                        if torch.is_grad_enabled()
+                        else ""
+                    )
                 )
             self.collected += 1
             log.warning("%s left its inputs to the garbage collector, which costs a collection each time", self.reader)

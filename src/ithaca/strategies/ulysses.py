@@ -14,6 +14,7 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -57,6 +58,14 @@ class UlyssesAttention:
         self.backend, self.group = backend, group
         self._exchange = exchange
         self._sanitize = sanitize
+        #: Text that must be equal on all ranks in every call: what a model was given, say.
+        self.context = ""
+
+    def __reduce__(self) -> NoReturn:
+        raise UnsupportedError(
+            "an attention across ranks cannot be copied or pickled, nor can a model that was parallelized with it: "
+            "copy the model first, and parallelize the copy"
+        )
 
     @property
     def sanitize(self) -> bool:
@@ -66,7 +75,16 @@ class UlyssesAttention:
     @property
     def ulysses_degree(self) -> int:
         """Ranks in the group; 1 as long as torch.distributed is not there."""
-        return dist.get_world_size(self.group) if dist.is_available() and dist.is_initialized() else 1
+        if not self._distributed:
+            return 1
+        ranks = dist.get_world_size(self.group)
+        if ranks < 1:
+            raise InvalidInputError("a rank of the group was required; this process is not in it")
+        return ranks
+
+    @property
+    def _distributed(self) -> bool:
+        return dist.is_available() and dist.is_initialized()
 
     @property
     def _here(self) -> str:
@@ -75,6 +93,8 @@ class UlyssesAttention:
     @property
     def exchange(self) -> Exchange:
         """The exchange in use; ``.reason`` says why this one. Set up here if no call has done so: collective."""
+        if not self._distributed or self.ulysses_degree < 1:
+            raise InvalidInputError("an exchange was required to have a process group; torch.distributed has none")
         return self._resolve(self._device({}))
 
     def __call__(
@@ -128,7 +148,7 @@ class UlyssesAttention:
         made: dict[str, Tensor] = {}
 
         def compute(role: str) -> Tensor:
-            made[role] = self._compute(role, given[role], made, mask)
+            made[role] = self._compute(role, given[role], made, mask, at_once)
             return made[role]
 
         if self.ulysses_degree == 1:
@@ -144,7 +164,7 @@ class UlyssesAttention:
         except Exception as error:
             fault = error
         with self._resolve(self._device(given)).call(
-            order, layout, terms=_terms(mask, scale), sanitize=self.sanitize
+            order, layout, terms=_terms(mask, scale) + self.context, sanitize=self.sanitize
         ) as call:
             if fault is not None:
                 raise fault
@@ -159,10 +179,14 @@ class UlyssesAttention:
                 home.reader = "project_out"
                 return self._bring_home(home[OUT], OUT in home.unowned, project_out)
 
-    def _compute(self, role: str, given: Tensor | Compute, made: dict[str, Tensor], mask: Tensor | None) -> Tensor:
+    def _compute(
+        self, role: str, given: Tensor | Compute, made: dict[str, Tensor], mask: Tensor | None, at_once: bool
+    ) -> Tensor:
         """The tensor of a lane, checked against the backend and the lanes before it."""
         if isinstance(given, Tensor):
             tensor = given
+        elif at_once:
+            raise InvalidInputError(f"{self._here}{role} was required to be a tensor; received {type(given).__name__}")
         else:
             try:
                 tensor = given()
@@ -256,6 +280,8 @@ class UlyssesAttention:
     def _bring_home(self, out: Tensor, unowned: bool, project_out: Callable[[Tensor], Tensor] | None) -> Tensor:
         if project_out is None:
             return out.clone() if unowned else out
+        if unowned and torch.is_grad_enabled():
+            out = out.clone()  # autograd may save it for the gradient of a weight
         try:
             result = project_out(out)
         except Exception as error:
@@ -331,4 +357,5 @@ class UlyssesAttention:
 def _terms(mask: Tensor | None, scale: float | None) -> str:
     """What must be equal on all ranks beside the lanes, as text."""
     masked = f"{str(mask.dtype).removeprefix('torch.')}{[*mask.shape]}" if isinstance(mask, Tensor) else "none"
-    return f"scale {scale!r}, mask {masked}"[:96]
+    scaled = float(scale) if isinstance(scale, int | float) else None
+    return f"scale {scaled}, mask {masked}"

@@ -18,7 +18,7 @@ def certified(factory: str) -> Certificate:
     sys.path.insert(0, "")
     try:
         backend = getattr(importlib.import_module(module), name)()
-    except (ImportError, AttributeError, ValueError) as error:
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise InvalidInputError(f"MODULE:FACTORY was required; received {factory!r}: {error}") from error
     finally:
         sys.path.remove("")
