@@ -190,3 +190,17 @@ def test_strangers_are_hung_up_on(says: str) -> None:
         for peers in (waiting.result(), theirs.result()):
             for peer in peers.values():
                 peer.close()
+
+
+def test_last_words_are_heard_though_ours_were_not_read() -> None:
+    for _ in range(20):
+        first, second = connected(timeout=1.0)
+        try:
+            first.announce(b"never read".ljust(1024))
+            second.abort(PeerDiedError("rank 7 died"))
+            second.close()  # with our header unread: the kernel reports a reset before it gives the abort
+            with pytest.raises(PeerDiedError, match="rank 1 gave up: rank 7 died"):
+                first.wait(Wait(Message.HEADER, "", {1}, lambda: "a word"), block=True)
+        finally:
+            first.close()
+            second.close()

@@ -287,6 +287,7 @@ class HostPeerMemory(PeerMemory):
 
     def _receive(self, rank: int) -> None:
         """Sort what ``rank`` has sent so far; an abort is raised at once."""
+        ends = 0
         while rank not in self._hung_up:
             try:
                 message, fds, _, _ = socket.recv_fds(self._peers[rank].socket, _MESSAGE_NBYTES, 4)
@@ -294,6 +295,11 @@ class HostPeerMemory(PeerMemory):
                 return
             except OSError:
                 message, fds = b"", []
+            if not message and ends == 0:
+                # The kernel tells of the end first where the peer left something of ours unread, or closed just now;
+                # what it said before, why it gives up perhaps, is still in the queue.
+                ends = 1
+                continue
             kind, least = _KINDS.get(message[:1], (None, 0))
             if kind is not None and len(message) > least and (kind is Message.GROWTH or not fds):
                 self._inbox[kind][rank].append((message[1:], fds))
