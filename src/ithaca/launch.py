@@ -34,9 +34,9 @@ def run_ranks(fn: Callable[..., T], ranks: int, *args: Any, timeout: float = 300
 
     Each has a gloo group over all of them as its default group, and ``cores / ranks`` threads. ``fn``, its arguments
     and results travel by pickle, so ``fn`` is a module's own function, and a script that calls this does so under
-    ``if __name__ == "__main__"``. On the first failure, or after ``timeout``
-    seconds, the other ranks are ended and `RankFailedError` is raised with the first failed rank's own traceback. This
-    process hosts the store, so that the ranks that outlive one's death can still form a new group.
+    ``if __name__ == "__main__"``. On the first failure, or after ``timeout`` seconds, the other ranks are ended and
+    `RankFailedError` is raised with the first failed rank's own traceback. This process hosts the store, so that the
+    ranks that outlive one's death can still form a new group.
     """
     with RankPool(ranks) as pool:
         return pool.run(fn, *args, timeout=timeout)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import torch
 
@@ -87,6 +87,11 @@ class Header:
         return f"{lanes} (call {self.call} step {self.step}, order {'-'.join(self.order)}, {self.terms or 'no terms'})"
 
     def encode(self) -> bytes:
+        """The fixed-size form. Made once: it is sent, and held against what the peers send."""
+        return self._encoded
+
+    @cached_property
+    def _encoded(self) -> bytes:
         fixed = _FIXED.pack(
             _MAGIC,
             _clip(self.version, 16),

@@ -98,20 +98,26 @@ class Lease:
                 )
             self.collected += 1
             log.warning("%s left its inputs to the garbage collector, which costs a collection each time", self.reader)
-        self.before_give_back()
         give_back()
 
     def abandon(self) -> None:
         """Release without a check: an error is under way, and its traceback may hold what the reader was given."""
         give_back = self._let_go()
         if give_back is not None:
-            self.before_give_back()
             give_back()
 
     def _let_go(self) -> Callable[[], None] | None:
+        """End the right to read; the result tells the peers."""
         give_back, self._give_back = self._give_back, None
         self._tensors.clear()
-        return give_back
+        if give_back is None:
+            return None
+
+        def tell() -> None:
+            self.before_give_back()
+            give_back()
+
+        return tell
 
     def _alive(self) -> list[str]:
         return sorted(role for role, storage in self._watched.items() if not storage.expired())
