@@ -72,6 +72,7 @@ class ReadsLater(Promising):
     """Reads V through a raw pointer, which no weak reference sees, when it is told to: after it has returned."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.go = threading.Event()
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:

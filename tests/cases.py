@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,28 +46,24 @@ class NhdBackend(SdpaBackend):
     """SDPA that wants NHD, and says for itself whether it takes slots."""
 
     def __init__(self, accepts_unowned_inputs: bool = False) -> None:
+        super().__init__(Layout.NHD)
         self.accepts = accepts_unowned_inputs
         self.seen: list[tuple[int, int]] = []
 
     @property
     def capabilities(self) -> Capabilities:
-        return Capabilities(
-            layout=Layout.NHD,
-            dtypes=super().capabilities.dtypes,
-            masks=True,
-            accepts_unowned_inputs=self.accepts,
-        )
+        return replace(super().capabilities, accepts_unowned_inputs=self.accepts)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, q_len: int, kv_len: int, **options: object) -> Tensor:
         self.seen.append((q_len, kv_len))
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        return super().forward(q, k, v, q_len=q_len, kv_len=kv_len, **options).transpose(1, 2)  # type: ignore[arg-type]
+        return super().forward(q, k, v, q_len=q_len, kv_len=kv_len, **options)  # type: ignore[arg-type]
 
 
 class RaisingBackend(SdpaBackend):
     """Raises on one rank."""
 
     def __init__(self, here: bool) -> None:
+        super().__init__()
         self.here = here
 
     def forward(self, *args: Tensor, **options: object) -> Tensor:
@@ -75,3 +73,27 @@ class RaisingBackend(SdpaBackend):
 
 
 BACKENDS: dict[str, type[AttentionBackend]] = {"hnd": SdpaBackend, "nhd": NhdBackend}
+
+
+class GatedBackend(SdpaBackend):
+    """SDPA whose result is multiplied by the gates that it is given. Accepts slots."""
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return replace(super().capabilities, gates=frozenset({"compress", "fine"}), accepts_unowned_inputs=True)
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, *, gates: Mapping[str, Tensor] | None = None, **options: Any
+    ) -> Tensor:
+        out = super().forward(q, k, v, **options)
+        for gate in (gates or {}).values():
+            out = out * gate
+        return out
+
+    def reference(
+        self, q: Tensor, k: Tensor, v: Tensor, *, gates: Mapping[str, Tensor] | None = None, **options: Any
+    ) -> Tensor:
+        out = super().reference(q, k, v, **options)
+        for gate in (gates or {}).values():
+            out = out * gate
+        return out

@@ -20,11 +20,11 @@ from bad_backends import (
     SavesForBackward,
     WritesQ,
 )
-from cases import NhdBackend
+from cases import GatedBackend
 from torch import Tensor
 from typer.testing import CliRunner
 
-from ithaca import AttentionBackend, Capabilities, SdpaBackend
+from ithaca import AttentionBackend, Capabilities, Layout, SdpaBackend
 from ithaca.cli import app
 from ithaca.verify import certify
 from ithaca.verify.certify import cases
@@ -32,12 +32,35 @@ from ithaca.verify.certify import cases
 pytestmark = pytest.mark.fast
 
 
-@pytest.mark.parametrize("backend", [SdpaBackend(), NhdBackend(True)], ids=lambda b: type(b).__name__)
+@pytest.mark.parametrize("backend", [SdpaBackend(), SdpaBackend(Layout.NHD)], ids=lambda b: b.capabilities.layout.value)
 def test_a_good_backend_passes(backend: AttentionBackend) -> None:
     certificate = certify(backend)
     assert certificate.passed, [r for r in certificate.results if r.error]
     assert len(certificate.results) == 4 * 2 * 3 * 4  # dtypes, batches, lengths, masks
     assert all(result.difference is not None for result in certificate.results)
+    assert {result.case.layout for result in certificate.results} == {backend.capabilities.layout.value}
+
+
+def test_gates_are_tried_and_held_against_what_the_backend_says_of_them() -> None:
+    certificate = certify(GatedBackend())
+    assert certificate.passed, [r for r in certificate.results if r.error]
+    assert len(certificate.results) == 4 * 2 * 3 * 4 * 3
+    assert {result.case.gate_dim for result in certificate.results} == {0, 1, 32}
+    for kind, words in ((Silent, "was required to say what its gates do"), (DropsGates, "within")):
+        certificate = certify(kind())
+        assert not certificate.passed
+        assert all((words in r.error) == (r.case.gate_dim > 0) for r in certificate.results)
+
+
+class Silent(GatedBackend):
+    """Does not say what its gates do."""
+
+    reference = AttentionBackend.reference
+
+
+class DropsGates(GatedBackend):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, gates: Any = None, **options: Any) -> Tensor:
+        return super().forward(q, k, v, **options)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -28,20 +28,26 @@ from ithaca import (
     Capabilities,
     ExchangeClosedError,
     IthacaError,
+    Lane,
     Layout,
     Lease,
     MutatedInputError,
     PeerRefusedError,
+    PlanMismatchError,
     RankFailedError,
     RecordedStreamError,
     RetainedInputError,
     SdpaBackend,
+    StaleSlotError,
     UlyssesAttention,
     exchange_for,
     run_ranks,
 )
 from ithaca.backends.interface import borrows
-from ithaca.strategies import ulysses
+from ithaca.exchange import slots
+from ithaca.exchange.peer_memory.interface import Signal
+from ithaca.strategies import passage
+from ithaca.strategies.passage import Passage, Request
 
 CPU = torch.device("cpu")
 
@@ -57,14 +63,26 @@ class Probe(AttentionBackend):
 
     @property
     def capabilities(self) -> Capabilities:
-        plain = Capabilities(layout=self.layout, dtypes=frozenset({torch.float32}))
+        plain = Capabilities(self.layout, frozenset({torch.float32}), gates=frozenset({"compress", "fine"}))
         return plain if self.accepts is None else replace(plain, accepts_unowned_inputs=self.accepts)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, q_len: int, kv_len: int, **options: Any) -> Tensor:
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        q_len: int,
+        kv_len: int,
+        gates: Mapping[str, Tensor] | None = None,
+        **options: Any,
+    ) -> Tensor:
+        inputs = [q, k, v, *(gates or {}).values()]
         self.lengths.append((q_len, kv_len))
-        self.values.append([t.clone() for t in (q, k, v)])
-        self.pointers.append([t.untyped_storage().data_ptr() for t in (q, k, v)])
-        assert all(t.is_contiguous() for t in (q, k, v))
+        self.values.append([t.clone() for t in inputs])
+        self.pointers.append([t.untyped_storage().data_ptr() for t in inputs])
+        assert all(t.is_contiguous() for t in inputs)
+        inputs.clear()
         if self.layout is Layout.HND:
             return torch.nn.functional.scaled_dot_product_attention(q, k, v)
         return one_rank(q, k, v)
@@ -95,6 +113,8 @@ CASES: dict[str, tuple[Layout, int, bool | None, bool, type[Probe], bool, bool]]
     "nhd-b1-default-copy": (Layout.NHD, 1, None, False, Probe, False, False),
     "nhd-b1-denied-copy": (Layout.NHD, 1, False, False, Probe, False, False),
     "nhd-b1-cross-denied-copy": (Layout.NHD, 1, False, True, Probe, False, False),
+    "nhd-b1-gates-optin-view": (Layout.NHD, 1, True, False, Probe, True, True),
+    "hnd-b2-gates-denied-copy": (Layout.HND, 2, False, True, Probe, False, False),
     "nhd-b1-subclass-copy": (Layout.NHD, 1, True, False, Heir, False, False),
 }
 
@@ -103,19 +123,31 @@ def dispatched(rank: int, exchange: str, case: str) -> None:
     layout, batch, accepts, cross, kind, slots_view, collective_view = CASES[case]
     q_sizes, kv_sizes = ((3, 4), (5, 6)) if cross else ((3, 4), (3, 4))
     whole = qkv(sum(q_sizes), sum(kv_sizes), heads=4, batch=batch)
-    pieces = [mine(t, s, rank) for t, s in zip(whole, (q_sizes, kv_sizes, kv_sizes), strict=True)]
-    order = ("q", "k", "v") if cross else ("v", "q", "k")
+    roles = ["q", "k", "v"]
+    sizes = [q_sizes, kv_sizes, kv_sizes]
+    if "gates" in case:
+        generator = torch.Generator().manual_seed(8)
+        shapes = (batch, sum(q_sizes), 4, 16), (batch, sum(q_sizes), 4, 1)
+        whole += tuple(torch.rand(shape, generator=generator) for shape in shapes)
+        roles += ["gate.compress", "gate.fine"]
+        sizes += [q_sizes, q_sizes]
+    pieces = {role: mine(t, s, rank) for role, t, s in zip(roles, whole, sizes, strict=True)}
+    order = ("q", "k", "v", *roles[3:]) if cross else ("v", *roles[3:], "q", "k")
     issued: list[str] = []
 
     def compute(role: str) -> Callable[[], Tensor]:
-        return lambda: (issued.append(role), pieces["qkv".index(role)])[1]
+        return lambda: (issued.append(role), pieces[role])[1]
 
     backend = kind(layout, accepts)
     attn = UlyssesAttention(backend, exchange=exchange)
     for _ in range(2):  # the second call finds memory that has been used
         with FusedCopies() as fused:
-            out = attn.forward_async(compute("q"), compute("k"), compute("v"), issue_order=order)
-        torch.testing.assert_close(out, mine(one_rank(*whole), q_sizes, rank), rtol=0, atol=1e-5)
+            out = attn.forward_async(
+                *(compute(role) for role in "qkv"),
+                gates={role.removeprefix("gate."): compute(role) for role in roles[3:]},
+                issue_order=order,
+            )
+        torch.testing.assert_close(out, mine(one_rank(*whole[:3]), q_sizes, rank), rtol=0, atol=1e-5)
     view = slots_view if exchange == "slots" else collective_view
     assert issued == list(order) * 2
     assert backend.lengths == [(sum(q_sizes), sum(kv_sizes))] * 2
@@ -124,18 +156,18 @@ def dispatched(rank: int, exchange: str, case: str) -> None:
             want = mine(full, (2, 2), rank, dim=2)
             assert torch.equal(got, want if layout is Layout.NHD else want.transpose(1, 2))
     # A view lies where the lane lies in every call; q, k and v in memory of their own.
-    assert (backend.pointers[0] == backend.pointers[1]) >= view and len(set(backend.pointers[0])) == 3
-    slots = set(memory_of(attn, exchange))
+    assert (backend.pointers[0] == backend.pointers[1]) >= view and len(set(backend.pointers[0])) == len(roles)
+    slots = set(memory_of(attn, exchange, roles))
     assert all((pointer in slots) == view for pointer in backend.pointers[1])
-    # Inputs: none for a view, else one for all three. The collective assembles its output, of any layout, in one more.
+    # Inputs: none for a view, else one for all lanes. The collective assembles its output, of any layout, in one more.
     assert fused.count == (not view) + (exchange == "collective")
 
 
-def memory_of(attn: UlyssesAttention, exchange: str) -> list[int]:
+def memory_of(attn: UlyssesAttention, exchange: str, roles: list[str]) -> list[int]:
     ex: Any = attn.exchange
     if exchange == "slots":
-        return [ex.memory.slot(ex.rank, role, 1).untyped_storage().data_ptr() for role in "qkv"]
-    return [ex._buffers[f"receive {role}"].untyped_storage().data_ptr() for role in "qkv"]
+        return [ex.memory.slot(ex.rank, role, 1).untyped_storage().data_ptr() for role in roles]
+    return [ex._buffers[f"receive {role}"].untyped_storage().data_ptr() for role in roles]
 
 
 @pytest.mark.full
@@ -168,6 +200,7 @@ class Configured(SdpaBackend):
     """Accepts with one of its kernels only."""
 
     def __init__(self, kernel: str) -> None:
+        super().__init__()
         self.kernel = kernel
 
     @property
@@ -236,6 +269,56 @@ def test_the_cuda_allocator_is_part_of_the_decision(monkeypatch: pytest.MonkeyPa
     for allocator, expected in (("native", True), ("cudaMallocAsync", False)):
         monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda a=allocator: a)
         assert borrows(SdpaBackend(), torch.device("cuda")) is expected
+
+
+# -- generations ---------------------------------------------------------------------------------------------------
+
+
+def signals_without_writing(rank: int) -> tuple[str, str]:
+    """From its third call on, rank 1 tells rank 0 that V has arrived, and has not written it."""
+    attn = UlyssesAttention(SdpaBackend(), exchange="slots", sanitize=True)
+    memory: Any = attn.exchange
+    memory = memory.memory
+    pieces = [mine(t, (3, 5), rank) for t in qkv(8, 8, heads=4)]
+    write = slots._SlotCall._write
+
+    def skipping(call: slots._SlotCall, lane: Lane, tensor: Tensor) -> Any:
+        if lane.role != "v" or call._header.call < 3:
+            yield from write(call, lane, tensor)
+        else:
+            call.lanes.append(lane)
+            call._due.append((lane, (0, 1)))
+            yield call._expect(Signal.CREDIT, lane, (0, 1), "a credit")
+            memory.signal(Signal.ARRIVED, lane.role, (0, 1))
+
+    if rank == 1:
+        slots._SlotCall._write = skipping  # type: ignore[method-assign, assignment]
+    try:
+        for _ in range(3):
+            attn(*pieces)
+    except IthacaError as error:
+        return type(error).__name__, str(error)
+    return "nothing", ""
+
+
+@pytest.mark.full
+def test_a_stamp_tells_a_signal_without_a_write() -> None:
+    caught = run_ranks(signals_without_writing, 2)
+    assert all(name == StaleSlotError.__name__ for name, _ in caught) or "gave up" in str(caught)
+    stale = [text for name, text in caught if name == StaleSlotError.__name__]
+    assert stale and "lane v was required to hold what rank 1 wrote in call 3; its stamp says call 2" in stale[0]
+
+
+def sanitizes_alone(rank: int) -> str:
+    attn = UlyssesAttention(SdpaBackend(), exchange="slots", sanitize=rank == 0)
+    with pytest.raises(PlanMismatchError, match="sanitized") as raised:
+        attn(*(mine(t, (3, 5), rank) for t in qkv(8, 8, heads=4)))
+    return str(raised.value)
+
+
+@pytest.mark.full
+def test_all_ranks_sanitize_or_none_does(on_ranks: Run) -> None:
+    on_ranks(2, sanitizes_alone)
 
 
 # -- those that break it -------------------------------------------------------------------------------------------
@@ -353,19 +436,23 @@ def test_sanitize_mode_sees_a_source_that_is_overwritten() -> None:
 
 def plant(fault: str) -> None:
     """Break the dispatch in this process."""
-    attend, checked, own = UlyssesAttention._backend, UlyssesAttention._checked, Lease.own
+    attend, requested, own = Passage._forward, Request.of, Lease.own
+
+    def reordered(change: Callable[[tuple[str, ...]], tuple[str, ...]]) -> None:
+        Request.of = lambda *args: (asked := requested(*args)) and replace(asked, order=change(asked.order))  # type: ignore
+
     if fault == "default flipped":
-        ulysses.borrows = lambda backend, device: True
+        passage.borrows = lambda backend, device: True
     elif fault == "lengths swapped":
 
-        def swapped(self: UlyssesAttention, *args: Any) -> Tensor:
+        def swapped(self: Passage, *args: Any) -> Tensor:
             return attend(self, *args[:-2], args[-1], args[-2])
 
-        UlyssesAttention._backend = swapped  # type: ignore[method-assign]
+        Passage._forward = swapped  # type: ignore[method-assign]
     elif fault == "order changed":
-        UlyssesAttention._checked = lambda self, *args: checked(self, *args)[::-1]  # type: ignore[method-assign]
+        reordered(lambda order: order[::-1])
     elif fault == "tail dropped":
-        UlyssesAttention._checked = lambda self, *args: checked(self, *args)[:-1]  # type: ignore[method-assign]
+        reordered(lambda order: order[:-1])
     elif fault == "copied twice":
         Lease.own = lambda self: (own(self), own(self))[1]  # type: ignore[method-assign]
     else:

@@ -6,17 +6,20 @@ And the control: the same exchange with its ordering rule broken, and nothing el
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
+import torch._dynamo
 import torch.distributed as dist
-from cases import mine
+from cases import GatedBackend, mine
 from conftest import Run
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from ithaca import Layout, SdpaBackend, Splits, UlyssesAttention, exchange_for
+from ithaca import Capabilities, Layout, Splits, UlyssesAttention, exchange_for
 from ithaca.exchange import slots
 from ithaca.exchange.lease import Lease
 from ithaca.exchange.peer_memory.interface import Signal
@@ -26,29 +29,38 @@ pytestmark = pytest.mark.full
 LAYERS, REPLAYS, HEADS, HEAD_DIM = 8, 4, 4, 16
 
 
-class Late(SdpaBackend):
-    """Reads its inputs some time after it was called, a different time on each rank and in each layer."""
+class Late(GatedBackend):
+    """Reads its inputs late: after a real delay, or exactly when it is its turn.
 
-    def __init__(self, rank: int) -> None:
-        self.rank, self.calls = rank, 0
+    In a turn, a rank reads only when those before it have read, in an order that rotates from layer to layer: so each
+    is in every place while its peers are as far ahead as anything lets them.
+    """
+
+    def __init__(self, rank: int, ranks: int) -> None:
+        super().__init__()
+        self.rank, self.ranks, self.calls, self.in_turn = rank, ranks, 0, False
+        self.store, self.name = dist.distributed_c10d._get_default_store(), ""
 
     @property
-    def capabilities(self):  # type: ignore[no-untyped-def]
-        from dataclasses import replace
-
+    def capabilities(self) -> Capabilities:
         return replace(super().capabilities, accepts_unowned_inputs=True)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, **options: object) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         self.calls += 1
-        time.sleep(0.004 * ((self.rank + self.calls) % 3))
-        return super().forward(q, k, v, **options)  # type: ignore[arg-type]
+        place = (self.rank + self.calls) % self.ranks
+        if not self.in_turn:
+            time.sleep(0.004 * ((self.rank + self.calls) % 3))
+            return super().forward(q, k, v, **options)
+        if place:
+            self.store.wait([f"{self.name} {self.calls} {place - 1}"], timedelta(seconds=30))
+        out = super().forward(q, k, v, **options)
+        self.store.set(f"{self.name} {self.calls} {place}", "read")
+        return out
 
 
-def projections(x: Tensor, context: Tensor, layer: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Q of ``x``, K and V of ``context``, each ``[B, S, H, D]``: different in every layer."""
-    generator = torch.Generator().manual_seed(layer)
-    weights = torch.randn(3, HEAD_DIM, HEAD_DIM, generator=generator) * HEAD_DIM**-0.5
-    return x @ weights[0], context @ weights[1], context @ weights[2]
+def projections(x: Tensor, context: Tensor, first: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Q of ``x``, K and V of ``context``, and a gate of ``first``, lest it grow: each ``[B, S, H, D]``."""
+    return x @ weights[0], context @ weights[1], context @ weights[2], first @ weights[3]
 
 
 def gathered(piece: Tensor, sizes: tuple[int, ...]) -> Tensor:
@@ -61,39 +73,60 @@ def gathered(piece: Tensor, sizes: tuple[int, ...]) -> Tensor:
 
 
 def reference(
-    q: Tensor, k: Tensor, v: Tensor, q_sizes: tuple[int, ...], kv_sizes: tuple[int, ...], rank: int
+    q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, q_sizes: tuple[int, ...], kv_sizes: tuple[int, ...], rank: int
 ) -> Tensor:
     """Everything gathered, all heads attended to a slice at a time as the ranks do, and this rank's tokens kept."""
     whole = [gathered(q, q_sizes), gathered(k, kv_sizes), gathered(v, kv_sizes)]
     heads = Splits.even(HEADS, len(q_sizes)).sizes
     slices = zip(*(t.transpose(1, 2).split(heads, dim=1) for t in whole), strict=True)
     outs = [scaled_dot_product_attention(*(t.contiguous() for t in part)) for part in slices]
-    return mine(torch.cat(outs, dim=1).transpose(1, 2), q_sizes, rank)
+    out = mine(torch.cat(outs, dim=1).transpose(1, 2), q_sizes, rank)
+    return out if gate is None else out * gate
 
 
-def layers(rank: int, ranks: int, exchange: str, copy: str, cross: bool) -> None:
-    attn = UlyssesAttention(Late(rank), exchange=exchange_for(want=exchange, copy=copy))
+def layers(rank: int, ranks: int, exchange: str, copy: str, cross: bool, gated: bool, compiled: bool) -> None:
+    torch._dynamo.reset()
+    backend = Late(rank, ranks)
+    attn = UlyssesAttention(backend, exchange=exchange_for(want=exchange, copy=copy))
     q_sizes = tuple(3 + 2 * r for r in range(ranks))
     kv_sizes = tuple(6 - r for r in range(ranks)) if cross else q_sizes
-    order = ("q", "k", "v") if cross else ("v", "q", "k")
+    order = None if not cross else ("q", *(["gate.fine"] if gated else []), "k", "v")
+    generator = torch.Generator().manual_seed(3)
+    weights = torch.randn(LAYERS, 4, HEAD_DIM, HEAD_DIM, generator=generator) * HEAD_DIM**-0.5
+
+    def attended(x: Tensor, context: Tensor) -> list[Tensor]:
+        after, first = [], x
+        for layer in range(LAYERS):
+            q, k, v, gate = projections(x, context if cross else x, first, weights[layer])
+            gates = {"fine": lambda gate=gate: gate} if gated else None
+            x = x + attn.forward_async(lambda q=q: q, lambda k=k: k, lambda v=v: v, gates=gates, issue_order=order)
+            after.append(x)
+        return after
+
+    if compiled:
+        attended = torch.compile(attended, fullgraph=True)
     for replay in range(REPLAYS):
+        backend.in_turn, backend.name = replay % 2 == 1, f"{exchange} {copy} {cross} {gated} {compiled} {replay}"
         generator = torch.Generator().manual_seed(100 + replay)
         x = mine(torch.randn(2, sum(q_sizes), HEADS, HEAD_DIM, generator=generator), q_sizes, rank)
         context = mine(torch.randn(2, sum(kv_sizes), HEADS, HEAD_DIM, generator=generator), kv_sizes, rank)
-        expected = x
-        for layer in range(LAYERS):
-            parts = projections(x, context if cross else x, layer)
-            x = x + attn.forward_async(*(lambda p=p: p for p in parts), issue_order=order)
-            parts = projections(expected, context if cross else expected, layer)
-            expected = expected + reference(*parts, q_sizes, kv_sizes, rank)
-            assert torch.equal(x, expected), (replay, layer)
+        results, expected = attended(x, context), x
+        for layer, result in enumerate(results):
+            q, k, v, gate = projections(expected, context if cross else expected, x, weights[layer])
+            expected = expected + reference(q, k, v, gate if gated else None, q_sizes, kv_sizes, rank)
+            assert result.isfinite().all() and torch.equal(result, expected), (replay, layer)
+    assert backend.calls == LAYERS * REPLAYS
 
 
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gates"])
 @pytest.mark.parametrize("cross", [False, True], ids=["self", "cross"])
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compile"])
 @pytest.mark.parametrize(("exchange", "copy"), [("slots", "thread"), ("slots", "inline"), ("collective", "auto")])
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_layers_with_late_readers(on_ranks: Run, ranks: int, exchange: str, copy: str, cross: bool) -> None:
-    on_ranks(ranks, layers, ranks, exchange, copy, cross, timeout=150)
+def test_layers_with_late_readers(
+    on_ranks: Run, ranks: int, exchange: str, copy: str, compiled: bool, cross: bool, gated: bool
+) -> None:
+    on_ranks(ranks, layers, ranks, exchange, copy, cross, gated, compiled, timeout=170)
 
 
 def next_push(rank: int, early_credits: bool) -> bool:

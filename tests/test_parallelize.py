@@ -12,9 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo
 from conftest import Run
 from diffusers import WanTransformer3DModel
 from diffusers.models.transformers.transformer_wan import WanAttnProcessor
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from ithaca import (
     InvalidInputError,
@@ -34,7 +36,7 @@ HEADS, HEAD_DIM, LAYERS, BATCH = 4, 12, 2, 2
 GRIDS = {"24 tokens": (2, 6, 8), "15 tokens": (1, 6, 10), "2 tokens": (1, 2, 4)}
 
 
-def wan() -> WanTransformer3DModel:
+def wan(layers: int = LAYERS) -> WanTransformer3DModel:
     torch.manual_seed(0)
     model = WanTransformer3DModel(
         num_attention_heads=HEADS,
@@ -44,7 +46,7 @@ def wan() -> WanTransformer3DModel:
         text_dim=10,
         freq_dim=16,
         ffn_dim=32,
-        num_layers=LAYERS,
+        num_layers=layers,
         rope_max_seq_len=32,
     )
     return model.eval().requires_grad_(False)
@@ -174,7 +176,9 @@ def raises_between_calls(rank: int) -> None:
             model(**given)
         model.blocks[0].ffn.forward = forward
     else:
-        with pytest.raises(PeerRefusedError, match=r"rank 1 refused: WanTransformer3DModel.*MemoryError: no more"):
+        with pytest.raises(
+            PeerRefusedError, match=r"rank 1 refused: ClosureError: WanTransformer3DModel.*MemoryError: no more"
+        ):
             model(**given)
     assert torch.equal(model(**given)[0], expected)
     assert issubclass(PeerRefusedError, IthacaError)
@@ -243,3 +247,22 @@ def copied(rank: int) -> None:
 
 def test_a_parallelized_model_is_not_copied(on_ranks: Run) -> None:
     on_ranks(2, copied)
+
+
+def compiled_blocks(rank: int, asynchronous: bool) -> None:
+    torch._dynamo.reset()
+    model = wan(layers=8)
+    whole = model(**inputs(GRIDS["15 tokens"]))[0]
+    parallelize(model, ulysses_degree=2, asynchronous=asynchronous)
+    counter = CompileCounterWithBackend("inductor")
+    model.compile_repeated_blocks(fullgraph=True, backend=counter)
+    for name in ("15 tokens", "24 tokens", "15 tokens"):
+        out = model(**inputs(GRIDS[name]))[0]
+    # For two lengths: the hook that cuts the tokens, the first block, which gets a view, and all others together.
+    assert counter.frame_count <= 6
+    torch.testing.assert_close(out, whole, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("asynchronous", [True, False], ids=["async", "sync"])
+def test_repeated_blocks_compile_without_a_break(on_ranks: Run, asynchronous: bool) -> None:
+    on_ranks(2, compiled_blocks, asynchronous)

@@ -23,6 +23,7 @@ from ithaca.errors import (
     RankFailedError,
     RecordedStreamError,
     RetainedInputError,
+    StaleSlotError,
     UnsupportedError,
 )
 from ithaca.exchange.choice import exchange_for
@@ -73,6 +74,7 @@ __all__ = [
     "RankFailedError",
     "RecordedStreamError",
     "RetainedInputError",
+    "StaleSlotError",
     "UnsupportedError",
     "__version__",
 ]

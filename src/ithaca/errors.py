@@ -66,6 +66,10 @@ class AliasedOutputError(IthacaError):
     """A reader of leased slots returned memory of a slot, which peers are about to write again."""
 
 
+class StaleSlotError(IthacaError):
+    """A slot did not hold what its signal said: another call's data. Looked for in sanitize mode."""
+
+
 class MutatedInputError(IthacaError):
     """A reader of leased slots wrote into one. Looked for in sanitize mode and by the certificate."""
 

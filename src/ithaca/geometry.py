@@ -63,7 +63,7 @@ class Splits:
     @classmethod
     def even(cls, total: int, ranks: int) -> Splits:
         """``total`` over ``ranks`` as evenly as it goes; the first ``total % ranks`` get one more."""
-        each, more = divmod(total, ranks)
+        each, more = total // ranks, total % ranks  # `divmod` does not trace
         return cls(tuple(each + (rank < more) for rank in range(ranks)))
 
     @property

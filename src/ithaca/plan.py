@@ -16,8 +16,12 @@ import torch
 from ithaca.errors import InvalidInputError
 from ithaca.geometry import Block, Layout, Splits
 
+#: The lanes of every attention call, beside its gates.
+ROLES = ("q", "k", "v")
 #: The lane that brings the heads home.
 OUT = "out"
+#: What the roles of gates begin with.
+GATE = "gate."
 #: Pieces of receive memory start on such boundaries: a shift of 12 bytes changes the bits of fp32 SDPA.
 ALIGNMENT = 64
 
@@ -164,13 +168,18 @@ class CallPlan:
     @staticmethod
     @lru_cache(maxsize=1024)
     def attention(lanes: tuple[Lane, ...]) -> CallPlan:
-        """The plan of a call with the inward lanes ``q``, ``k``, ``v`` (in any order)."""
+        """The plan of a call with the inward lanes ``q``, ``k``, ``v`` and those of gates (in any order)."""
         role = {lane.role: lane for lane in lanes}
-        q, k, v = (role[name] for name in ("q", "k", "v"))
+        q, k, v = (role[name] for name in ROLES)
         if k.holds != v.holds or k.wants != v.wants:
             raise InvalidInputError(
                 f"keys and values were required to have the same tokens and heads on every rank; received {k} and {v}"
             )
+        for lane in lanes:
+            if lane.role.startswith(GATE) and (lane.holds != q.holds or lane.wants != q.wants):
+                raise InvalidInputError(
+                    f"a gate was required to have the tokens and heads of the queries; received {lane} beside {q}"
+                )
         return CallPlan(lanes=lanes, out=q.homeward(v.head_dim))
 
     @cached_property

@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ithaca.errors import InvalidInputError
+from ithaca.backends.reference import dense_attention
+from ithaca.errors import InvalidInputError, UnsupportedError
 from ithaca.geometry import Layout
 
 
@@ -25,6 +26,7 @@ from ithaca.geometry import Layout
 class Capabilities:
     """What one *instance* of a backend can do, from its resolved configuration.
 
+    ``gates`` names those that it takes: it is given the keyword ``gates`` only where the caller has some.
     ``accepts_unowned_inputs``: the backend may be handed memory that PyTorch does not own and that peers write again
     as soon as `forward` has returned. It then must not keep, save, return or write an input, nor read one later. Only
     True itself counts.
@@ -36,7 +38,7 @@ class Capabilities:
     fused_qkv: bool = False
     gqa: bool = False
     masks: bool = False
-    gates: bool = False
+    gates: frozenset[str] = frozenset()
     accepts_unowned_inputs: bool = False
     #: CUDA allocators under which the promise was shown to hold: what a stream record does to memory depends on them.
     certified_allocators: frozenset[str] = frozenset({"native"})
@@ -90,7 +92,30 @@ class AttentionBackend(ABC):
         ``kv_len`` tokens for this rank's heads. ``mask`` is ``None`` or broadcasts to ``[B, H, q_len, kv_len]``:
         boolean (True takes part) or additive. ``scale`` defaults to ``head_dim ** -0.5``. Returns the layout, batch,
         heads and tokens of ``q`` with the head dim of ``v``, in memory that is not an input's.
+
+        A backend whose capabilities name gates also takes ``gates``, a mapping of tensors with the layout, batch, heads
+        and tokens of ``q``, each with a last dim of its own.
         """
+
+    def reference(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        mask: Tensor | None = None,
+        scale: float | None = None,
+        gates: Mapping[str, Tensor] | None = None,
+    ) -> Tensor:
+        """What `forward` computes, written plainly over NHD: the certificate holds `forward` against it in float64.
+
+        Dense attention; a backend that computes something else says what.
+        """
+        if gates:
+            raise UnsupportedError(
+                f"{type(self).__name__} was required to say what its gates do, in `reference`, to be certified"
+            )
+        return dense_attention(q, k, v, mask=mask, scale=scale)
 
 
 def borrows(backend: AttentionBackend, device: torch.device) -> bool:

@@ -11,12 +11,19 @@ from ithaca.geometry import Layout
 
 
 class SdpaBackend(AttentionBackend):
-    """PyTorch's own attention, whichever of its kernels PyTorch picks."""
+    """PyTorch's own attention, whichever of its kernels PyTorch picks.
+
+    ``layout`` is what it asks for. HND is what the kernels read best; NHD, which they are given as a strided view, is
+    what a collective can lend in place.
+    """
+
+    def __init__(self, layout: Layout = Layout.HND) -> None:
+        self.layout = layout
 
     @property
     def capabilities(self) -> Capabilities:
         return Capabilities(
-            layout=Layout.HND,
+            layout=self.layout,
             dtypes=frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64}),
             masks=True,
             # In inference it reads its inputs, returns fresh memory and keeps nothing.
@@ -34,4 +41,7 @@ class SdpaBackend(AttentionBackend):
         q_len: int,
         kv_len: int,
     ) -> Tensor:
-        return scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+        if self.layout is Layout.NHD:
+            q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
+        out = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+        return out if self.layout is Layout.HND else out.transpose(1, 2)

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from ithaca.backends.interface import AttentionBackend
 from ithaca.backends.sdpa import SdpaBackend
-from ithaca.errors import InvalidInputError, IthacaError, UnsupportedError
+from ithaca.errors import ClosureError, InvalidInputError, IthacaError, UnsupportedError
 from ithaca.exchange.interface import Exchange
 from ithaca.strategies.ulysses import UlyssesAttention
 
@@ -114,7 +114,7 @@ def _keep_together(model: nn.Module, attention: UlyssesAttention) -> None:
             if isinstance(error, IthacaError) and error.group_knows:
                 raise
             with contextlib.suppress(IthacaError):  # peers that are gone need not be told
-                attention.exchange.refuse(f"{type(model).__name__}.forward raised {type(error).__name__}: {error}")
+                attention.refuse(ClosureError(f"{type(model).__name__}.forward raised {type(error).__name__}: {error}"))
             raise
 
     model.forward = told

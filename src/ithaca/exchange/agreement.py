@@ -21,6 +21,7 @@ from ithaca.version import __version__
 
 HEADER_NBYTES = 1024
 MAX_LANES = 8
+ROLE_NBYTES = 16
 TERMS_NBYTES = 224
 
 #: What an exchange can carry; the place in this table is what travels.
@@ -104,7 +105,8 @@ class Header:
             _clip(self.terms, TERMS_NBYTES),
         )
         claims = b"".join(
-            _CLAIM.pack(_clip(c.role, 16), DTYPES.index(c.dtype), c.layout is Layout.HND, *c.shape) for c in self.claims
+            _CLAIM.pack(_clip(c.role, ROLE_NBYTES), DTYPES.index(c.dtype), c.layout is Layout.HND, *c.shape)
+            for c in self.claims
         )
         return (
             fixed

@@ -11,7 +11,7 @@ from collections.abc import Generator
 
 from torch import Tensor
 
-from ithaca.errors import UnsupportedError
+from ithaca.errors import StaleSlotError, UnsupportedError
 from ithaca.exchange.agreement import Header, settle
 from ithaca.exchange.copy_stream import Task, copy_stream
 from ithaca.exchange.interface import AGREED, Call, Exchange
@@ -151,6 +151,8 @@ class _SlotCall(Call):
         for step in self._everyone:
             dest = (me + 1 + step) % len(self._everyone)  # not all ranks write to the same one at the same time
             targets[dest].copy_(lane.take(tensor, me, dest))
+            if self.sanitize:
+                self._memory.stamps(dest, lane.role)[me] = self._header.call
             self._memory.signal(Signal.ARRIVED, lane.role, (dest,))
         self._exchange.counters.bytes_moved += lane.moved_nbytes[me]
 
@@ -165,6 +167,9 @@ class _SlotCall(Call):
     def _lease(self) -> Lease:
         """A lease of all that has landed."""
         landed, self._due = self._due, []
+        if self.sanitize:
+            for lane, sources in landed:
+                self._check_stamps(lane, sources)
         tensors = {lane.role: slot_of(self._memory, lane, self._memory.rank) for lane, _ in landed}
 
         def give_back() -> None:
@@ -172,6 +177,16 @@ class _SlotCall(Call):
                 self._memory.signal(Signal.CREDIT, lane.role, sources)
 
         return Lease(tensors, frozenset(tensors), give_back)
+
+    def _check_stamps(self, lane: Lane, sources: tuple[int, ...]) -> None:
+        me, call = self._memory.rank, self._header.call
+        stamps = self._memory.stamps(me, lane.role).tolist()
+        for source in sources:
+            if stamps[source] != call:
+                raise StaleSlotError(
+                    f"rank {me}: lane {lane.role} was required to hold what rank {source} wrote in call {call}; "
+                    f"its stamp says call {stamps[source]}"
+                )
 
     def _poison(self, roles: frozenset[str]) -> None:
         for lane in self.lanes:

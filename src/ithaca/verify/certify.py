@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ from ithaca.backends.interface import AttentionBackend, Capabilities
 from ithaca.errors import CertificateError, IthacaError
 from ithaca.exchange.lease import Lease
 from ithaca.exchange.scrutiny import poison, scrutinized
-from ithaca.plan import aligned, as_nhd
+from ithaca.plan import GATE, ROLES, aligned, as_nhd
 
 #: Largest absolute difference from the float64 reference that passes, for inputs of unit variance.
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 3e-2}
@@ -42,10 +43,14 @@ class Case:
     kv_len: int
     kv_heads: int
     mask: str
+    layout: str
+    #: Last dim of the gates; 0 for a call without any.
+    gate_dim: int = 0
 
     def __str__(self) -> str:
         gqa = f" kv heads {self.kv_heads}" if self.kv_heads != _HEADS else ""
-        return f"{self.dtype} B{self.batch} Sq{self.q_len} Skv{self.kv_len}{gqa} mask {self.mask}"
+        gates = f" gates of {self.gate_dim}" if self.gate_dim else ""
+        return f"{self.dtype} {self.layout} B{self.batch} Sq{self.q_len} Skv{self.kv_len}{gqa} mask {self.mask}{gates}"
 
 
 @dataclass(frozen=True)
@@ -92,10 +97,12 @@ def cases(capabilities: Capabilities) -> Iterator[Case]:
     dtypes = [dtype for dtype in TOLERANCE if dtype in capabilities.dtypes]
     masks = _MASKS if capabilities.masks else _MASKS[:1]
     kv_heads = (_HEADS, 2, 1) if capabilities.gqa else (_HEADS,)
-    for dtype, batch, (q_len, kv_len), heads, mask in product(
-        dtypes, (1, 3), ((17, 17), (5, 33), (64, 1)), kv_heads, masks
+    gate_dims = (0, 1, _HEAD_DIM) if capabilities.gates else (0,)
+    for dtype, batch, (q_len, kv_len), heads, mask, gate_dim in product(
+        dtypes, (1, 3), ((17, 17), (5, 33), (64, 1)), kv_heads, masks, gate_dims
     ):
-        yield Case(str(dtype).removeprefix("torch."), batch, q_len, kv_len, heads, mask)
+        name = str(dtype).removeprefix("torch.")
+        yield Case(name, batch, q_len, kv_len, heads, mask, capabilities.layout.value, gate_dim)
 
 
 def _tried(backend: AttentionBackend, case: Case, after_poison: Callable[[], None]) -> Result:
@@ -122,9 +129,18 @@ def _difference(backend: AttentionBackend, case: Case, after_poison: Callable[[]
         "k": (case.batch, case.kv_len, case.kv_heads, _HEAD_DIM),
         "v": (case.batch, case.kv_len, case.kv_heads, _HEAD_DIM),
     }
-    nhd = {role: torch.randn(shape, generator=generator).to(dtype) for role, shape in shapes.items()}
+    for name in sorted(backend.capabilities.gates) if case.gate_dim else ():
+        shapes[GATE + name] = (case.batch, case.q_len, _HEADS, case.gate_dim)
+    nhd = {
+        role: (torch.randn if role in ROLES else torch.rand)(shape, generator=generator).to(dtype)
+        for role, shape in shapes.items()
+    }
     mask = _mask(case, generator, dtype)
-    expected = _reference(nhd, mask)
+    expected = backend.reference(
+        *(nhd[role].double() for role in ROLES),
+        mask=mask if mask is None or mask.dtype is torch.bool else mask.double(),
+        gates={role.removeprefix(GATE): gate.double() for role, gate in nhd.items() if role not in ROLES},
+    )
 
     memory: dict[str, mmap.mmap] = {}
     slots: dict[str, Tensor] = {}
@@ -157,10 +173,11 @@ def _difference(backend: AttentionBackend, case: Case, after_poison: Callable[[]
 
 def _attend(backend: AttentionBackend, lease: Lease, mask: Tensor | None, case: Case) -> Tensor:
     """A frame of its own: a name for a slot in one that goes on would keep it alive."""
+    options: dict[str, Any] = {"mask": mask, "scale": None, "q_len": case.q_len, "kv_len": case.kv_len}
+    if case.gate_dim:
+        options["gates"] = {name: lease[GATE + name] for name in backend.capabilities.gates}
     with scrutinized(lease):
-        return backend.forward(
-            lease["q"], lease["k"], lease["v"], mask=mask, scale=None, q_len=case.q_len, kv_len=case.kv_len
-        )
+        return backend.forward(*(lease[role] for role in ROLES), **options)
 
 
 def _mask(case: Case, generator: torch.Generator, dtype: torch.dtype) -> Tensor | None:
@@ -172,15 +189,3 @@ def _mask(case: Case, generator: torch.Generator, dtype: torch.dtype) -> Tensor 
     mask = torch.rand(case.batch, 1, rows, case.kv_len, generator=generator) > 0.3
     mask[..., 0] = True  # no row without any key: what that means is for the backend to say
     return mask
-
-
-def _reference(nhd: dict[str, Tensor], mask: Tensor | None) -> Tensor:
-    """Attention in float64, written out; NHD."""
-    q, k, v = (nhd[role].double().transpose(1, 2) for role in ("q", "k", "v"))
-    group = q.shape[1] // k.shape[1]
-    k, v = (t.repeat_interleave(group, dim=1) for t in (k, v))
-    scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
-    if mask is not None:
-        scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype is torch.bool else scores + mask.double()
-    out: Tensor = scores.softmax(dim=-1) @ v
-    return out.transpose(1, 2)

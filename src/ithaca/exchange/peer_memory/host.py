@@ -28,6 +28,7 @@ from ithaca.errors import ExchangeClosedError, GrowthError, IthacaError, PeerDie
 from ithaca.exchange.peer_memory.handshake import Peer, connect_peers
 from ithaca.exchange.peer_memory.interface import Message, PeerMemory, Signal, Wait
 from ithaca.exchange.peer_memory.segment import Segment, allocate
+from ithaca.plan import aligned
 
 _MESSAGE_NBYTES = 4096
 _HEADER, _GROWTH, _MAPPED, _ABORT = b"H", b"G", b"M", b"A"
@@ -66,6 +67,8 @@ class HostPeerMemory(PeerMemory):
     def __init__(self, rank: int, world_size: int, peers: dict[int, Peer], timeout: float) -> None:
         self.rank, self.world_size, self.generation = rank, world_size, 0
         self.timeout = timeout
+        #: Stamps lie behind the slot in the same segment.
+        self._stamps_nbytes = aligned(8 * world_size)
         self._peers = peers
         self._channels: dict[str, _Channel] = {}
         self._inbox: dict[Message, dict[int, deque[tuple[bytes, list[int]]]]] = {
@@ -98,12 +101,18 @@ class HostPeerMemory(PeerMemory):
 
     def capacity(self, role: str) -> tuple[int, ...]:
         channel = self._channels.get(role)
-        return tuple(s.capacity for s in channel.segments) if channel else ()
+        return tuple(s.capacity - self._stamps_nbytes for s in channel.segments) if channel else ()
 
     def slot(self, rank: int, role: str, nbytes: int) -> Tensor:
         if nbytes == 0:  # a `frombuffer` of count zero raises
             return torch.empty(0, dtype=torch.uint8)
         return torch.frombuffer(self._channels[role].segments[rank].memory, dtype=torch.uint8, count=nbytes)
+
+    def stamps(self, rank: int, role: str) -> Tensor:
+        segment = self._channels[role].segments[rank]
+        return torch.frombuffer(
+            segment.memory, dtype=torch.int64, count=self.world_size, offset=segment.capacity - self._stamps_nbytes
+        )
 
     def grow(self, role: str, capacities: tuple[int, ...]) -> Generator[Wait, None, None]:
         """Two rounds over the sockets: everybody's descriptors, then everybody's word that they are mapped."""
@@ -117,6 +126,7 @@ class HostPeerMemory(PeerMemory):
 
     def _commit(self, role: str, capacities: tuple[int, ...], fds: list[int]) -> Generator[Wait, None, None]:
         """``fds`` collects what is open and must be closed if this fails."""
+        capacities = tuple(nbytes + self._stamps_nbytes for nbytes in capacities)
         me, capacity, generation = self.rank, capacities[self.rank], self.generation + 1
         first = role not in self._channels
         mine: dict[Signal, dict[int, int]] = {signal: {} for signal in Signal}

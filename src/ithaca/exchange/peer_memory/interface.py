@@ -75,6 +75,10 @@ class PeerMemory(ABC):
         """A fresh, non-owning ``uint8`` tensor over the first ``nbytes`` of a slot. Each call makes a new storage."""
 
     @abstractmethod
+    def stamps(self, rank: int, role: str) -> Tensor:
+        """A fresh ``int64`` tensor beside a slot: for each rank, the call that it last wrote there (sanitize mode)."""
+
+    @abstractmethod
     def signal(self, signal: Signal, role: str, ranks: Iterable[int]) -> None:
         """Tell ``ranks``. Every write to their memory before this is seen by them after it. From any thread."""
 

@@ -1,0 +1,292 @@
+"""One attention call of this rank, from its first lane to its result: what eager and compiled code both go through."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ithaca.backends.interface import AttentionBackend, borrows
+from ithaca.errors import ClosureError, InvalidInputError, IthacaError, UnsupportedError
+from ithaca.exchange.agreement import MAX_LANES, ROLE_NBYTES
+from ithaca.exchange.interface import Call, Exchange
+from ithaca.exchange.lease import Lease
+from ithaca.exchange.scrutiny import scrutinized
+from ithaca.geometry import Layout
+from ithaca.plan import GATE, OUT, ROLES, as_nhd
+
+Compute = Callable[[], Tensor]
+
+_GATE_NAME_NBYTES, _MOST_GATES = ROLE_NBYTES - len(GATE), MAX_LANES - len(ROLES)
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked of a call beside its tensors: the lanes in issue order, and what every rank must say alike."""
+
+    order: tuple[str, ...]
+    mask: Tensor | None = None
+    scale: float | None = None
+
+    @classmethod
+    def of(cls, issue_order: Sequence[str] | None, gates: object, mask: object, scale: object) -> Request:
+        """Checked as far as it can be without a tensor of the call. Gates leave after V where nothing else is said."""
+        if not isinstance(gates, Mapping | None) or len(gates or ()) > _MOST_GATES:
+            raise InvalidInputError(
+                f"gates were required to be at most {_MOST_GATES} tensors by name; received {gates!r}"
+            )
+        gates = gates or {}
+        if any(not isinstance(name, str) or not 0 < len(name.encode()) <= _GATE_NAME_NBYTES for name in gates):
+            raise InvalidInputError(
+                f"names of gates were required to have 1 to {_GATE_NAME_NBYTES} bytes; received {[*gates]}"
+            )
+        roles = (*ROLES, *(GATE + name for name in gates))
+        order = ("v", *roles[3:], "q", "k") if issue_order is None else issue_order
+        if not isinstance(order, Sequence) or sorted(map(str, order)) != sorted(roles):
+            raise InvalidInputError(f"issue_order was required to be a permutation of {roles}; received {order!r}")
+        if not (mask is None or isinstance(mask, Tensor)) or not (scale is None or isinstance(scale, int | float)):
+            raise InvalidInputError(
+                f"mask was required to be a tensor or None, and scale a number or None; "
+                f"received {type(mask).__name__} and {type(scale).__name__}"
+            )
+        return cls(tuple(order), mask, None if scale is None else float(scale))
+
+    @property
+    def terms(self) -> str:
+        """What must be equal on all ranks beside the lanes, as text."""
+        mask = self.mask
+        masked = "none" if mask is None else f"{str(mask.dtype).removeprefix('torch.')}{[*mask.shape]}"
+        return f"scale {self.scale}, mask {masked}"
+
+
+class Passage:
+    """A context: `push` each lane of the request, then `finish`. What goes wrong inside is told to the other ranks.
+
+    ``exchange`` is None on a single rank. ``request`` may be the error that making it raised: it is raised inside the
+    call, where the other ranks learn of it.
+    """
+
+    def __init__(
+        self,
+        backend: AttentionBackend,
+        exchange: Exchange | None,
+        request: Request | InvalidInputError,
+        *,
+        context: str = "",
+        sanitize: bool = False,
+    ) -> None:
+        self._backend, self._exchange, self._sanitize = backend, exchange, sanitize
+        self._here = "" if exchange is None else f"rank {exchange.rank}: "
+        self._made: dict[str, Tensor] = {}
+        self._fault: Exception | None = None
+        self._request, self._layout = Request(()), Layout.NHD
+        if isinstance(request, InvalidInputError):
+            self._fault = InvalidInputError(f"{self._here}{request}")
+        else:
+            try:
+                self._layout, self._request = backend.capabilities.layout, request
+            except Exception as error:  # the caller's code
+                self._fault = error
+        self._call: Call | None = None
+        if exchange is not None:
+            terms = self._request.terms + (", sanitized" if sanitize else "") + context
+            self._call = exchange.call(self._request.order, self._layout, terms=terms, sanitize=sanitize)
+
+    def __enter__(self) -> Passage:
+        if self._call is not None:
+            self._call.__enter__()
+        if self._fault is not None:
+            fault = self._fault
+            self.__exit__(type(fault), fault, fault.__traceback__)
+            raise fault
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._made.clear()
+        if self._call is not None:
+            self._call.__exit__(kind, error, tb)
+
+    @property
+    def order(self) -> tuple[str, ...]:
+        return self._request.order
+
+    def see(self, mask: Tensor | None) -> None:
+        """Attend with this mask, which is equal to that of the request."""
+        self._request = replace(self._request, mask=mask)
+
+    # -- lanes -----------------------------------------------------------------------------------------------------
+
+    def push(self, given: dict[str, Tensor | Compute]) -> None:
+        """Send lanes on their way, under one agreement: tensors ``[B, S_local, H, D]``, or closures that make them."""
+        lanes = {}
+        for role, what in given.items():
+            lanes[role] = self._made[role] = self._checked(role, self._computed(role, what))
+        if self._call is not None:
+            self._call.push(**lanes)
+
+    def _computed(self, role: str, given: Tensor | Compute) -> Tensor:
+        if isinstance(given, Tensor):
+            return given
+        if not callable(given):
+            raise InvalidInputError(f"{self._here}{role} was required to be a tensor; received {type(given).__name__}")
+        try:
+            tensor = given()
+        except IthacaError:
+            raise
+        except Exception as error:
+            raise ClosureError(f"{self._here}compute_{role} raised {type(error).__name__}: {error}") from error
+        if not isinstance(tensor, Tensor):
+            raise ClosureError(
+                f"{self._here}compute_{role} was required to return a tensor; received {type(tensor).__name__}"
+            )
+        return tensor
+
+    def _checked(self, role: str, tensor: Tensor) -> Tensor:
+        """The tensor of a lane, if it goes with the backend and the lanes before it."""
+        capabilities, name = self._backend.capabilities, type(self._backend).__name__
+        if tensor.dim() != 4:
+            raise InvalidInputError(
+                f"{self._here}{role} was required to be [B, S_local, H, D]; received {list(tensor.shape)}"
+            )
+        if tensor.dtype not in capabilities.dtypes:
+            raise UnsupportedError(
+                f"{self._here}{name} was required to attend in {tensor.dtype}; it can in "
+                f"{', '.join(sorted(map(str, capabilities.dtypes)))}"
+            )
+        if tensor.requires_grad and torch.is_grad_enabled() and self._call is not None:
+            raise UnsupportedError(
+                f"{self._here}{role} requires grad, and this version has no backward: use torch.no_grad()"
+            )
+        for other, earlier in self._made.items():
+            self._match(role, tensor, other, earlier)
+        if self._request.mask is not None and not capabilities.masks:
+            raise UnsupportedError(f"{self._here}{name} takes no mask, and none is ever dropped")
+        if role.startswith(GATE) and role.removeprefix(GATE) not in capabilities.gates:
+            raise UnsupportedError(
+                f"{self._here}{name} was required to take the gate {role.removeprefix(GATE)!r}; "
+                f"it takes {sorted(capabilities.gates) or 'none'}"
+            )
+        return tensor
+
+    def _match(self, role: str, tensor: Tensor, other: str, earlier: Tensor) -> None:
+        """Batch, heads, dtype and device are shared by all; tokens by k and v, and by q and gates; D by q and k."""
+        required = list(earlier.shape)
+        if len({role, other} & {"k", "v"}) == 1:
+            required[1] = tensor.shape[1]
+        if {role, other} != {"q", "k"}:
+            required[3] = tensor.shape[3]
+        if list(tensor.shape) != required or tensor.dtype != earlier.dtype or tensor.device != earlier.device:
+            raise InvalidInputError(
+                f"{self._here}{role} was required to be {required} {earlier.dtype} on {earlier.device}, as {other} is; "
+                f"received {list(tensor.shape)} {tensor.dtype} on {tensor.device}"
+            )
+
+    # -- the result ------------------------------------------------------------------------------------------------
+
+    def finish(self, project_out: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        """Wait for all lanes, attend, and bring this rank's tokens home: ``[B, S_local, H, D]``, or the projection."""
+        call = self._call
+        if call is None:
+            return self._bring_home(self._attend_alone(), False, project_out)
+        call.push_out(self._attend(call), self._layout)
+        with call.wait_out() as home:
+            home.reader = "project_out"
+            return self._bring_home(home[OUT], OUT in home.unowned, project_out)
+
+    def _attend(self, call: Call) -> Tensor:
+        """Run the backend on what has arrived: on the slots themselves if it accepts that, else on copies."""
+        with call.wait() as inputs:
+            assert call.plan is not None and self._exchange is not None
+            lanes = {lane.role: lane for lane in call.plan.lanes}
+            rank, device = self._exchange.rank, self._made["q"].device
+            heads = lanes["q"].wants[rank].heads
+            q_len, kv_len = (len(lanes[role].wants[rank].tokens) for role in ("q", "k"))
+            mask = self._whole_mask(q_len, kv_len)
+            if mask is not None and mask.shape[1] > 1:
+                mask = mask[:, heads.start : heads.stop]
+            out = call.plan.out
+            if kv_len == 0 or not math.prod(out.local_shape(rank)):
+                # Fewer heads than ranks, or no tokens: nothing to attend to.
+                shape = out.holds[rank].shape(self._layout, out.batch, out.head_dim)
+                return torch.zeros(shape, dtype=out.dtype, device=device)
+            inputs.reader = type(self._backend).__name__
+            if borrows(self._backend, device):
+                with scrutinized(inputs) if self._sanitize else nullcontext():
+                    result = self._forward(inputs, mask, q_len, kv_len)
+                inputs.check_output(result)
+                return result
+            owned = inputs.own()
+            inputs.release()
+            return self._forward(owned, mask, q_len, kv_len)
+
+    def _attend_alone(self) -> Tensor:
+        q_len, kv_len = self._made["q"].shape[1], self._made["k"].shape[1]
+        mask = self._whole_mask(q_len, kv_len)
+        inputs = {role: as_nhd(tensor, self._layout) for role, tensor in self._made.items()}
+        return as_nhd(self._forward(inputs, mask, q_len, kv_len), self._layout)
+
+    def _forward(self, inputs: Lease | dict[str, Tensor], mask: Tensor | None, q_len: int, kv_len: int) -> Tensor:
+        # Slots are named nowhere but in the call of the backend: a name here would keep them alive past the release.
+        options: dict[str, Any] = {"mask": mask, "scale": self._request.scale, "q_len": q_len, "kv_len": kv_len}
+        gates = [role for role in self._request.order if role.startswith(GATE)]
+        if gates:
+            options["gates"] = {role.removeprefix(GATE): inputs[role] for role in gates}
+        try:
+            out = self._backend.forward(*(inputs[role] for role in ROLES), **options)
+        except IthacaError:
+            raise
+        except Exception as error:
+            raise ClosureError(
+                f"{self._here}{type(self._backend).__name__} raised {type(error).__name__}: {error}"
+            ) from error
+        if not isinstance(out, Tensor):
+            raise ClosureError(
+                f"{self._here}{type(self._backend).__name__} was required to return a tensor; "
+                f"received {type(out).__name__}"
+            )
+        return out
+
+    def _bring_home(self, out: Tensor, unowned: bool, project_out: Callable[[Tensor], Tensor] | None) -> Tensor:
+        if project_out is None:
+            return out.clone() if unowned else out
+        if unowned and torch.is_grad_enabled():
+            out = out.clone()  # autograd may save it for the gradient of a weight
+        try:
+            result = project_out(out)
+        except Exception as error:
+            raise ClosureError(f"{self._here}project_out raised {type(error).__name__}: {error}") from error
+        if not isinstance(result, Tensor):
+            raise ClosureError(
+                f"{self._here}project_out was required to return a tensor; received {type(result).__name__}"
+            )
+        if out.numel() and result.untyped_storage().data_ptr() == out.untyped_storage().data_ptr():
+            raise ClosureError(
+                f"{self._here}project_out was required to return memory of its own; received a view of its argument"
+            )
+        return result
+
+    def _whole_mask(self, q_len: int, kv_len: int) -> Tensor | None:
+        """The mask in four dims, checked against the whole lengths."""
+        mask = self._request.mask
+        if mask is None:
+            return None
+        batch, _, heads, _ = self._made["q"].shape
+        whole = mask[:, None, None, :] if mask.dim() == 2 else mask
+        fits = whole.dim() == 4 and all(
+            size == full or (size == 1 and may_be_one)
+            for size, full, may_be_one in zip(
+                whole.shape, (batch, heads, q_len, kv_len), (True, True, mask.dim() == 2, False), strict=True
+            )
+        )
+        if not fits:
+            raise InvalidInputError(
+                f"{self._here}a mask was required to be [{batch}, {kv_len}] or "
+                f"[{batch}|1, {heads}|1, {q_len}, {kv_len}]; received {list(mask.shape)}"
+            )
+        return whole
