@@ -54,6 +54,42 @@ def certify(
     raise typer.Exit(0 if certificate.passed else 1)
 
 
+@app.command()
+def explore(
+    scenario: Annotated[str | None, typer.Argument(help="Which one; all of them if none is named.")] = None,
+    ranks: Annotated[int, typer.Option(help="Simulated ranks, 2 to 4.")] = 2,
+    layers: Annotated[int, typer.Option(help="Attention layers that each goes through.")] = 3,
+    copies: Annotated[str, typer.Option(help="Where the copies run: 'inline', or beside the rank as an 'agent'.")] = (
+        "inline"
+    ),
+    schedules: Annotated[int, typer.Option(help="Schedules to run, at most.")] = 1000,
+    seed: Annotated[int, typer.Option(help="The first one's seed; each further one has the next.")] = 0,
+    preemptions: Annotated[
+        int | None, typer.Option(help="Go through all schedules that interrupt a rank so many times at most.")
+    ] = None,
+    schedule: Annotated[str | None, typer.Option(help="Run this one again, as in 'seed-7'.")] = None,
+) -> None:
+    """Run the exchange on simulated ranks through many schedules: look for races, deadlocks and wrong results."""
+    from rich.progress import track
+
+    from ithaca.verify import report
+    from ithaca.verify.exploration import explore as explored
+    from ithaca.verify.scenarios import SCENARIOS
+
+    names = list(SCENARIOS) if scenario is None else [scenario]
+    options = {"ranks": ranks, "layers": layers, "copies": copies, "schedules": schedules, "seed": seed}
+    console = Console()
+    reports = {
+        name: explored(name, **options, preemptions=preemptions, schedule=schedule)  # type: ignore[arg-type]
+        for name in track(names, "exploring", console=Console(stderr=True), transient=True)
+    }
+    console.print(report.exploration_table(reports))
+    found = [finding for each in reports.values() for finding in each.findings]
+    for finding in found:
+        console.print(f"{finding.scenario} {finding.schedule}: {finding.error}", markup=False, highlight=False)
+    raise typer.Exit(1 if found else 0)
+
+
 def main() -> None:
     """Entry point: errors of the library are told in their own words, without a traceback."""
     logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[RichHandler(show_path=False)])

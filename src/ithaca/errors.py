@@ -86,5 +86,13 @@ class CertificateError(IthacaError):
     """A backend broke its promise, or its result is wrong, in a way that no other error names."""
 
 
+class SlotRaceError(IthacaError):
+    """Two accesses of a slot, one of them a write, that nothing orders. Found by `ithaca.verify.explore`."""
+
+
+class DeadlockError(IthacaError):
+    """Simulated ranks that all wait for one another. Found by `ithaca.verify.explore`."""
+
+
 class RankFailedError(IthacaError):
     """A rank started by `run_ranks` raised, died or ran out of time."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ithaca.errors import StaleSlotError, UnsupportedError
 from ithaca.exchange.agreement import Header, settle
-from ithaca.exchange.copy_stream import Task, copy_stream
+from ithaca.exchange.copy_stream import CopyStream, Task, copy_stream
 from ithaca.exchange.interface import AGREED, Call, Exchange
 from ithaca.exchange.lease import Lease
 from ithaca.exchange.peer_memory.interface import Message, PeerMemory, Signal, Wait
@@ -27,12 +27,14 @@ class SlotExchange(Exchange):
 
     kind = "slots"
 
-    def __init__(self, memory: PeerMemory, timeout: float, copy: str = "auto") -> None:
+    def __init__(self, memory: PeerMemory, timeout: float, copy: str | CopyStream = "auto") -> None:
         super().__init__(memory.rank, memory.world_size, timeout)
         self.memory = memory
         self.targets = _Targets(memory)
         try:
-            self.stream = copy_stream(memory, copy, f"ithaca-copy-{memory.rank}")
+            self.stream = (
+                copy if isinstance(copy, CopyStream) else copy_stream(memory, copy, f"ithaca-copy-{memory.rank}")
+            )
         except BaseException:
             memory.close()
             raise
@@ -180,12 +182,12 @@ class _SlotCall(Call):
 
     def _check_stamps(self, lane: Lane, sources: tuple[int, ...]) -> None:
         me, call = self._memory.rank, self._header.call
-        stamps = self._memory.stamps(me, lane.role).tolist()
+        stamps = self._memory.stamps(me, lane.role)
         for source in sources:
-            if stamps[source] != call:
+            if (stamp := int(stamps[source])) != call:
                 raise StaleSlotError(
                     f"rank {me}: lane {lane.role} was required to hold what rank {source} wrote in call {call}; "
-                    f"its stamp says call {stamps[source]}"
+                    f"its stamp says call {stamp}"
                 )
 
     def _poison(self, roles: frozenset[str]) -> None:

@@ -69,7 +69,9 @@ class UlyssesAttention:
 
     @property
     def ulysses_degree(self) -> int:
-        """Ranks in the group; 1 as long as torch.distributed is not there."""
+        """Ranks in the group; 1 as long as neither torch.distributed nor an exchange is there."""
+        if isinstance(self._exchange, Exchange):
+            return self._exchange.world_size
         if not self._distributed:
             return 1
         ranks = dist.get_world_size(self.group)
@@ -84,6 +86,8 @@ class UlyssesAttention:
     @property
     def exchange(self) -> Exchange:
         """The exchange in use; ``.reason`` says why this one. Set up here if no call has done so: collective."""
+        if isinstance(self._exchange, Exchange):
+            return self._exchange
         if not self._distributed or self.ulysses_degree < 1:
             raise InvalidInputError("an exchange was required to have a process group; torch.distributed has none")
         return self._resolve(self._device({}))
@@ -176,7 +180,7 @@ class UlyssesAttention:
         for value in given.values():
             if isinstance(value, Tensor):
                 return value.device
-        if self.ulysses_degree == 1:
+        if self.ulysses_degree == 1 or isinstance(self._exchange, Exchange):
             return torch.device("cpu")
         return torch.device("cuda" if "cuda:nccl" in dist.get_backend_config(self.group) else "cpu")
 

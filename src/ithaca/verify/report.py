@@ -1,4 +1,4 @@
-"""A certificate from a name, and as a table."""
+"""What was shown, as tables."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from rich.table import Table
 from ithaca.backends.interface import AttentionBackend
 from ithaca.errors import InvalidInputError
 from ithaca.verify.certify import Certificate, certify
+from ithaca.verify.exploration import Report
+from ithaca.verify.scenarios import SCENARIOS
 
 
 def certified(factory: str) -> Certificate:
@@ -25,6 +27,21 @@ def certified(factory: str) -> Certificate:
     if not isinstance(backend, AttentionBackend):
         raise InvalidInputError(f"{factory} was required to make an AttentionBackend; it made {type(backend).__name__}")
     return certify(backend)
+
+
+def exploration_table(reports: dict[str, Report]) -> Table:
+    """One row a scenario."""
+    total = sum(report.schedules for report in reports.values())
+    findings = sum(len(report.findings) for report in reports.values())
+    result = Table(title=f"{total} schedules explored, {findings} with a finding")
+    result.add_column("scenario")
+    for column in ("schedules", "steps", "accesses", "findings"):
+        result.add_column(column, justify="right")
+    for name, report in reports.items():
+        schedules = f"{report.schedules}{', all' if report.exhausted else ''}"
+        numbers = (schedules, str(report.steps), str(report.accesses), str(len(report.findings)))
+        result.add_row(f"[bold]{name}[/]: {SCENARIOS[name].about}", *numbers)
+    return result
 
 
 def table(certificate: Certificate) -> Table:

@@ -1,0 +1,227 @@
+"""Programs of simulated ranks in which something goes wrong, as it should: the right error on every rank, and on."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ithaca.backends.sdpa import SdpaBackend
+from ithaca.errors import (
+    ClosureError,
+    ExchangeClosedError,
+    GrowthError,
+    InvalidInputError,
+    IthacaError,
+    PeerDiedError,
+    PeerRefusedError,
+    PlanMismatchError,
+    StaleSlotError,
+    UnsupportedError,
+)
+from ithaca.exchange.lease import Lease
+from ithaca.exchange.peer_memory.simulated import SimulatedMachine, SimulatedPeerMemory
+from ithaca.geometry import Layout
+from ithaca.strategies.ulysses import UlyssesAttention
+from ithaca.verify.site import HEAD_DIM, HEADS, Site, attention, one_layer, raises
+
+
+def stale(site: Site, source: int) -> None:
+    """A share that ``source`` says it has written, and has not, is found by its stamp in sanitize mode."""
+    attn, reader = attention(site, borrows=False, sanitize=True), (source + 1) % site.ranks
+    one_layer(site, attn, 0, [1] * site.ranks, [2] * site.ranks)
+    if site.rank == source:
+        memory: Any = site.memory
+        here, unwritten = memory.stamps, torch.zeros(site.ranks, dtype=torch.int64)
+        memory.stamps = lambda rank, role: unwritten if (rank, role) == (reader, "v") else here(rank, role)
+    call = partial(one_layer, site, attn, 9, [1] * site.ranks, [2] * site.ranks)
+    if site.rank == reader:
+        raises(StaleSlotError, call, f"rank {reader}: lane v was required to hold what rank {source} wrote in call 2")
+    else:
+        raises((ExchangeClosedError, PeerDiedError), call)
+
+
+def closure_raises(site: Site) -> None:
+    """One rank's closure raises, after none, one or two lanes; the call after it is right."""
+    attn = attention(site)
+
+    def boom() -> Tensor:
+        raise ValueError("boom")
+
+    good = torch.ones(1, 1, HEADS, HEAD_DIM)
+    for layer, bad in enumerate(("v", "q", "k")[: site.layers]):
+        culprit = layer % site.ranks
+        closures = {role: boom if role == bad and site.rank == culprit else (lambda: good) for role in "qkv"}
+        error = ClosureError if site.rank == culprit else PeerRefusedError
+        raises(error, partial(attn.forward_async, closures["q"], closures["k"], closures["v"]))
+        one_layer(site, attn, layer, [1] * site.ranks, [2] * site.ranks)
+
+
+class _Fails(SdpaBackend):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        raise RuntimeError("kernel on fire")
+
+
+def backend_raises(site: Site) -> None:
+    """One rank's backend raises, when all lanes have arrived: first where the output's slot is not there yet."""
+    good = attention(site)
+    one = torch.ones(1, 1, HEADS, HEAD_DIM)
+    for layer in range(site.layers):
+        culprit = layer % min(site.ranks, HEADS)  # one that has heads to attend to
+        attn = UlyssesAttention(_Fails(), exchange=site.exchange) if site.rank == culprit else good
+        error = ClosureError if site.rank == culprit else PeerRefusedError
+        raises(error, partial(attn.forward_async, lambda: one, lambda: one, lambda: one))
+        one_layer(site, good, layer, [1] * site.ranks, [1] * site.ranks)
+
+
+def orders_differ(site: Site) -> None:
+    """Ranks that issue in another order are told, and then do better."""
+    attn = attention(site)
+    one = torch.ones(1, 1, HEADS, HEAD_DIM)
+    for layer in range(site.layers):
+        order = ("v", "q", "k") if site.rank == layer % site.ranks else ("q", "k", "v")
+        call = partial(attn.forward_async, lambda: one, lambda: one, lambda: one, issue_order=order)
+        raises(PlanMismatchError, call)
+        one_layer(site, attn, layer, [1] * site.ranks, [1] * site.ranks)
+
+
+def too_large(site: Site) -> None:
+    """Growth that some rank cannot follow: an error on all, and what was there still works."""
+    attn = attention(site)
+    large = torch.ones(1, 40, HEADS, HEAD_DIM)
+    for layer in range(site.layers):
+        one_layer(site, attn, layer, [1] * site.ranks, [2] * site.ranks)
+        raises(GrowthError, lambda: attn(large, large, large))
+    one_layer(site, attn, site.layers, [1] * site.ranks, [2] * site.ranks)
+
+
+class _Abandoned(BaseException):
+    """What Ctrl-C is: not an error that ranks could agree on."""
+
+
+def abandoned(site: Site) -> None:
+    """A rank leaves in the middle of a call, for good; the others come later, and are told why at once."""
+    attn, one = attention(site), torch.ones(1, 1, HEADS, HEAD_DIM)
+    one_layer(site, attn, 0, [1] * site.ranks, [1] * site.ranks)
+    leaves = site.rank == site.ranks - 1
+
+    def q() -> Tensor:
+        if leaves:
+            raise _Abandoned
+        return one
+
+    if not leaves:
+        site.until(lambda: site.ranks - 1 in site.memory.machine.closed)
+    call = partial(attn.forward_async, q, lambda: one, lambda: one)
+    raises(_Abandoned if leaves else ExchangeClosedError, call, "" if leaves else "gave up: _Abandoned")
+    raises(ExchangeClosedError, partial(attn, one, one, one), "closed by an earlier error")
+
+
+def destroyed(site: Site) -> None:
+    """A rank that has destroyed its exchange is missed by the next call of another."""
+    attn, one = attention(site), torch.ones(1, 1, HEADS, HEAD_DIM)
+    one_layer(site, attn, 0, [1] * site.ranks, [1] * site.ranks)
+    if site.rank == 0:
+        site.exchange.destroy()
+    else:
+        raises((PeerDiedError, ExchangeClosedError), partial(attn, one, one, one), "rank 0 closed")
+
+
+def leaves_with_lease(site: Site) -> None:
+    """A rank leaves with its lease of the last call and its push of the next: the others say what they miss of it."""
+
+    def gather() -> None:
+        with site.exchange.call(("gather",), Layout.NHD, gathered=True) as call:
+            call.push(gather=torch.ones(1, 1, 1, HEAD_DIM))
+            if call._header.call == 2 and site.rank == 0:
+                site.exchange.destroy()
+            held.append(call.wait())
+            if site.rank == 0:
+                call._leases.clear()
+
+    held: list[Lease] = []
+    gather()
+    if site.rank == 0:
+        raises(ExchangeClosedError, gather)
+    else:
+        raises((PeerDiedError, ExchangeClosedError), gather, "was expected to send a credit of lane gather in call 2")
+
+
+def bad_input(site: Site) -> None:
+    """A tensor that no exchange or not this one can carry: refused before it is announced, and told to the others."""
+    attn, good = attention(site), torch.ones(1, 1, HEADS, HEAD_DIM)
+    bad = {InvalidInputError: torch.ones(1, 1, 2), UnsupportedError: torch.empty(1, 1, 2, 2, device="meta")}
+    for layer, (error, tensor) in enumerate(bad.items()):
+
+        def push(tensor: Tensor) -> None:
+            with site.exchange.call(("v", "q", "k"), Layout.HND) as call:
+                call.push(v=tensor)
+                call.push(q=good, k=good)
+                call.wait()
+
+        if site.rank == layer % site.ranks:
+            raises(error, partial(push, tensor))
+        else:
+            raises(PeerRefusedError, partial(push, good))
+        one_layer(site, attn, layer, [1] * site.ranks, [2] * site.ranks)
+
+
+def verdict_replaced(site: Site) -> None:
+    """A caller that puts an error of its own in the place of the verdict refuses a call that the others have left."""
+    attn, one = attention(site), torch.ones(1, 1, 2, 2)
+
+    def replaces(order: tuple[str, ...]) -> None:
+        with site.exchange.call(order, Layout.HND) as call:
+            call.push(v=one)
+            try:
+                call.wait()
+            except PlanMismatchError:
+                if site.rank == 0:
+                    raise ValueError("something else") from None
+                raise
+
+    for layer in range(site.layers):
+        order = ("v", "q", "k") if site.rank == 0 else ("v", "k", "q")
+        raises(ValueError if site.rank == 0 else PlanMismatchError, partial(replaces, order))
+        one_layer(site, attn, layer, [1] * site.ranks, [1] * site.ranks)
+
+
+def late_error(site: Site) -> None:
+    """One rank refuses the output; another has sent its own, and fails before it has waited for the others'."""
+    attn, one = attention(site), torch.ones(1, 1, HEADS, HEAD_DIM)
+
+    def fails() -> None:
+        with site.exchange.call(("v", "q", "k"), Layout.NHD) as call:
+            call.push(v=one, q=one, k=one)
+            with call.wait() as inputs:
+                out = inputs["q"].clone()
+            if site.rank == 0:
+                raise ValueError("early")
+            call.push_out(out, Layout.NHD)
+            raise ValueError("late")
+
+    for layer in range(site.layers):
+        one_layer(site, attn, layer, [1] * site.ranks, [1] * site.ranks)
+        raises(ValueError, fails)
+    one_layer(site, attn, site.layers, [1] * site.ranks, [1] * site.ranks)
+
+
+class _NoThread(str):
+    """A copy mode for a machine that starts no thread."""
+
+    __hash__ = str.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        raise RuntimeError("can't start new thread")
+
+
+def no_thread(site: Site) -> None:
+    """An exchange that cannot be made gives its memory back."""
+    shared = site.memory.machine
+    machine = SimulatedMachine(shared.world_size, shared.turns, shared.history)
+    memory = SimulatedPeerMemory(machine, site.rank)
+    raises(RuntimeError, lambda: type(site.exchange)(memory, 60.0, _NoThread()))
+    if machine.closed != {site.rank}:
+        raise IthacaError(f"rank {site.rank} did not close the memory of an exchange that could not be made")

@@ -1,0 +1,127 @@
+"""What simulated ranks are put through: each program runs on every rank, and raises where a result is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from ithaca.errors import (
+    IthacaError,
+)
+from ithaca.geometry import Layout, Splits
+from ithaca.plan import ALIGNMENT
+from ithaca.verify import mishaps
+from ithaca.verify.site import HEAD_DIM, HEADS, Site, attention, one_layer
+
+#: Tokens that do not fit where one did.
+_MORE = ALIGNMENT // (HEAD_DIM * 4) + 1
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """``limit``: bytes that a slot can have."""
+
+    about: str
+    program: Callable[[Site], None]
+    limit: int = 1 << 20
+
+
+def _self(site: Site) -> None:
+    attn = attention(site)
+    for layer in range(site.layers):
+        sizes = [1 + rank for rank in range(site.ranks)]
+        one_layer(site, attn, layer, sizes, sizes)
+
+
+def _owned(site: Site) -> None:
+    attn = attention(site, borrows=False, layout=Layout.NHD)
+    for layer in range(site.layers):
+        one_layer(site, attn, layer, [2] * site.ranks, [2] * site.ranks, at_once=layer % 2 == 0)
+
+
+def _cross(site: Site) -> None:
+    attn = attention(site, layout=Layout.NHD)
+    q_sizes, kv_sizes = [1 + rank for rank in range(site.ranks)], [2 - rank % 2 for rank in range(site.ranks)]
+    for layer in range(site.layers):
+        one_layer(site, attn, layer, q_sizes, kv_sizes, issue_order=("q", "k", "v"))
+
+
+def _growing(site: Site) -> None:
+    """Lengths that grow, shrink and are zero on some ranks."""
+    attn = attention(site)
+    for layer in range(site.layers):
+        # The third layer's lanes are the first one's, in memory that has moved since.
+        tokens = (1, _MORE, 1, 2 * _MORE)[layer % 4]
+        sizes = [tokens if (rank + layer) % 2 else 0 for rank in range(site.ranks)]
+        one_layer(site, attn, layer, sizes, sizes, at_once=layer % 2 == 1)
+
+
+def _sanitized(site: Site) -> None:
+    """What was lent is poisoned at the end."""
+    attn = attention(site, borrows=False, sanitize=True)
+    for layer in range(site.layers):
+        one_layer(site, attn, layer, [1] * site.ranks, [2] * site.ranks)
+    if not (site.memory.slot(site.rank, "out", 16) == 0xFF).all():
+        raise IthacaError(f"rank {site.rank} has no poison where its output was lent")
+
+
+def _counted(site: Site) -> None:
+    """The bytes that are said to have moved are those of the plan, and no lane grows that need not."""
+    attn, sizes = attention(site, borrows=False), list(range(1, site.ranks))
+    sizes.append(ALIGNMENT // (HEAD_DIM * 4) - sum(sizes))  # a slot that is filled to its last byte
+    for layer in range(site.layers):
+        one_layer(site, attn, layer, sizes, sizes)
+    heads = Splits.even(HEADS, site.ranks).sizes
+    sent = 3 * sizes[site.rank] * (HEADS - heads[site.rank]) + heads[site.rank] * (sum(sizes) - sizes[site.rank])
+    if site.exchange.counters.bytes_moved != site.layers * sent * HEAD_DIM * 4:
+        raise IthacaError(f"rank {site.rank} says that it has sent {site.exchange.counters.bytes_moved} bytes")
+    if site.memory.generation != 4:
+        raise IthacaError(f"four lanes were required to grow once each; there were {site.memory.generation} growths")
+
+
+def _outer(site: Site) -> None:
+    """A lease that is held while the next push is on its way, as an outer strategy holds one; lengths grow."""
+    exchange = site.exchange
+    held = None
+    for layer in range(site.layers):
+        value = float(layer + 1)
+        with exchange.call(("gather",), Layout.NHD, gathered=True) as call:
+            call.push(gather=torch.full((1, 1 + layer // 2 * _MORE, 1, HEAD_DIM), value + site.rank))
+            if held is not None:
+                for rank in range(site.ranks):
+                    site.point()
+                    tokens = 1 + (layer - 1) // 2 * _MORE
+                    if not (held["gather"][:, rank * tokens : (rank + 1) * tokens] == value - 1 + rank).all():
+                        raise IthacaError(f"rank {site.rank} held a lease, and its data changed")
+                held.release()
+            held = call.wait()
+            call._leases.clear()
+    assert held is not None
+    held.release()
+
+
+SCENARIOS: dict[str, Scenario] = {
+    "self": Scenario("self-attention on slots, lengths that differ between ranks", _self),
+    "owned": Scenario("a backend that gets copies; calls at once and lane by lane", _owned),
+    "cross": Scenario("cross-attention with Q first and other lengths", _cross),
+    "growing": Scenario("lengths that grow, shrink and are zero", _growing),
+    "sanitized": Scenario("sanitize mode", _sanitized),
+    "counted": Scenario("bytes are counted", _counted),
+    "outer": Scenario("a lease that is held across the next push", _outer),
+    "closure-raises": Scenario("a closure raises on one rank", mishaps.closure_raises),
+    "backend-raises": Scenario("a backend raises on one rank", mishaps.backend_raises),
+    "orders-differ": Scenario("ranks disagree on the issue order", mishaps.orders_differ),
+    "too-large": Scenario("growth fails on all ranks or none", mishaps.too_large, limit=512),
+    "bad-input": Scenario("tensors that no slot can carry", mishaps.bad_input),
+    "verdict-replaced": Scenario("a caller turns the group's error into one of its own", mishaps.verdict_replaced),
+    "late-error": Scenario("a rank fails with its output on the way, another has refused", mishaps.late_error),
+    "stale-first": Scenario("the first rank's share is not what its signal says", partial(mishaps.stale, source=0)),
+    "stale-second": Scenario("the second rank's share is not what its signal says", partial(mishaps.stale, source=1)),
+    "abandoned": Scenario("a rank leaves a call for good", mishaps.abandoned),
+    "leaves-with-lease": Scenario("a rank leaves with what the others wait for", mishaps.leaves_with_lease),
+    "destroyed": Scenario("a rank destroys its exchange", mishaps.destroyed),
+    "no-thread": Scenario("set-up fails", mishaps.no_thread),
+}
