@@ -43,7 +43,7 @@ _MAGIC = b"ITHC"
 _FIXED = struct.Struct("<4s16sqqBB16s64s224s")  # magic, version, call, step, lanes, gathered, digest, order, terms
 _CLAIM = struct.Struct("<16sBB4q")  # role, dtype, layout, shape
 _REFUSAL_NBYTES = HEADER_NBYTES - _FIXED.size - MAX_LANES * _CLAIM.size
-_LARGEST_DIM = 2**40
+LARGEST_DIM = 2**40
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ class Header:
         claims = []
         for i in range(lanes):
             role, dtype, layout, *shape = _CLAIM.unpack_from(data, _FIXED.size + i * _CLAIM.size)
-            if dtype >= len(DTYPES) or layout > 1 or not all(0 <= size <= _LARGEST_DIM for size in shape):
+            if dtype >= len(DTYPES) or layout > 1 or not all(0 <= size <= LARGEST_DIM for size in shape):
                 raise broken(f"dtype {dtype}, layout {layout}, shape {shape}")
             claims.append(Claim(_text(role), DTYPES[dtype], Layout.HND if layout else Layout.NHD, tuple(shape)))
         return cls(

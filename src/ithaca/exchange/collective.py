@@ -6,8 +6,9 @@ receive buffer is rank-major: only NHD with a batch of one can be read where it 
 
 from __future__ import annotations
 
+import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -15,7 +16,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ithaca.errors import ExchangeClosedError, LeaseError, PeerDiedError, PeerTimeoutError, UnsupportedError
+from ithaca.errors import (
+    ExchangeClosedError,
+    IthacaError,
+    LeaseError,
+    PeerDiedError,
+    PeerTimeoutError,
+    UnsupportedError,
+)
 from ithaca.exchange.agreement import HEADER_NBYTES, Header, settle
 from ithaca.exchange.interface import Call, Exchange
 from ithaca.exchange.lease import Lease, borrowed
@@ -83,12 +91,36 @@ class CollectiveExchange(Exchange):
             works = dist.batch_isend_irecv(ops)
         # One work an operation (gloo), or one for the whole batch (NCCL).
         who = [(r,) for r in theirs for _ in range(2)] if len(works) == len(ops) else [tuple(theirs)] * len(works)
-        for ranks, work in zip(who, works, strict=True):
-            self.complete(work, ranks, what)
+        self._complete_all(list(zip(who, works, strict=True)), what)
         return [
             header if rank == self.rank else Header.decode(bytes(theirs[rank].tolist()), rank)
             for rank in range(self.world_size)
         ]
+
+    def all_to_all(self, received: Tensor, sent: Tensor, sizes: Sequence[int], out_sizes: Sequence[int]) -> dist.Work:
+        """Start one. Between CPU ranks it fails by itself at the deadline: gloo cannot take one back that nobody waits
+        for any more, and destroying the group, whose own timeout is minutes, would wait for it.
+        """
+        options = dist.AllToAllOptions()
+        options.asyncOp = True
+        if self.device.type == "cpu":  # NCCL's watchdog ends the process at such a timeout
+            options.timeout = timedelta(seconds=self.timeout)
+        return self.group.alltoall_base(received, sent, list(sizes), list(out_sizes), options)
+
+    def _complete_all(self, works: list[tuple[tuple[int, ...], dist.Work]], what: str) -> None:
+        """Wait for all within one deadline; past it, name all that are late: one may only be waiting for another."""
+        deadline = time.monotonic() + self.timeout
+        late: dict[int, RuntimeError] = {}
+        for ranks, work in works:
+            try:
+                work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
+            except RuntimeError as error:
+                if not _timed_out(error):
+                    raise self._failure(ranks, what, error) from error
+                late.update(dict.fromkeys(ranks, error))
+        if late:
+            first = next(iter(late.values()))
+            raise self._failure(late, what, first) from first
 
     def complete(self, work: dist.Work, ranks: Sequence[int], what: str) -> None:
         """Wait for ``work`` within the deadline."""
@@ -101,9 +133,11 @@ class CollectiveExchange(Exchange):
         try:
             yield
         except RuntimeError as error:
-            text = f"rank {self.rank} expected {what} of rank(s) {sorted(ranks)}; the process group said: {error}"
-            timed_out = "timed out" in str(error).lower() or "timeout" in str(error).lower()
-            raise (PeerTimeoutError if timed_out else PeerDiedError)(text) from error
+            raise self._failure(ranks, what, error) from error
+
+    def _failure(self, ranks: Iterable[int], what: str, error: RuntimeError) -> IthacaError:
+        text = f"rank {self.rank} expected {what} of rank(s) {sorted(ranks)}; the process group said: {error}"
+        return (PeerTimeoutError if _timed_out(error) else PeerDiedError)(text)
 
     def take(self, role: str) -> None:
         if role in self._leased:
@@ -112,6 +146,10 @@ class CollectiveExchange(Exchange):
 
     def give_back(self, role: str) -> None:
         self._leased.discard(role)
+
+
+def _timed_out(error: RuntimeError) -> bool:
+    return "timed out" in str(error).lower() or "timeout" in str(error).lower()
 
 
 class _Flight:
@@ -133,9 +171,7 @@ class _Flight:
                 chunk[self.head :].view(lane.dtype).view(share.shape).copy_(share)
         self.others = tuple(rank for rank in everyone if rank != me)
         with exchange.expecting(self.others, f"its share of lane {lane.role}"):
-            self.work = dist.all_to_all_single(
-                self.received, sent, self.sizes, out_sizes, group=exchange.group, async_op=True
-            )
+            self.work = exchange.all_to_all(self.received, sent, self.sizes, out_sizes)
         exchange.counters.bytes_moved += lane.moved_nbytes[me]
 
     def land(self, call: int) -> None:

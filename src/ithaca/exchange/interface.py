@@ -37,7 +37,7 @@ from ithaca.errors import (
     RetainedInputError,
     UnsupportedError,
 )
-from ithaca.exchange.agreement import DTYPES, Claim, Header, clipped
+from ithaca.exchange.agreement import DTYPES, LARGEST_DIM, Claim, Header, clipped
 from ithaca.exchange.lease import Lease
 from ithaca.exchange.scrutiny import watch_sources
 from ithaca.geometry import Layout
@@ -72,7 +72,8 @@ class Exchange(ABC):
         self.counters = Counters()
         self._number = 0
         self._current: Call | None = None
-        self._ended: BaseException | None = None
+        #: Why, if it has ended. Not the error itself, whose frames hold the caller's tensors.
+        self._ended: str | None = None
         self._entering = threading.Lock()
         self._process = os.getpid()
 
@@ -105,9 +106,8 @@ class Exchange(ABC):
                 )
             if self._ended is not None:
                 raise ExchangeClosedError(
-                    f"rank {self.rank}: the exchange was closed by an earlier error: "
-                    f"{type(self._ended).__name__}: {self._ended}"
-                ) from self._ended
+                    f"rank {self.rank}: the exchange was closed by an earlier error: {self._ended}"
+                )
             if os.getpid() != self._process:
                 raise ExchangeClosedError(
                     f"rank {self.rank}: this process was forked from the one that this exchange belongs to"
@@ -126,9 +126,10 @@ class Exchange(ABC):
 
     def check(self, role: str, tensor: Tensor) -> None:
         """Raise unless this exchange can carry ``tensor`` as a lane."""
-        if tensor.dim() != 4:
+        if tensor.dim() != 4 or max(tensor.shape) > LARGEST_DIM:
             raise InvalidInputError(
-                f"rank {self.rank}: lane {role} was required to be [B, S_local, H, D]; received {list(tensor.shape)}"
+                f"rank {self.rank}: lane {role} was required to be [B, S_local, H, D], none above {LARGEST_DIM}; "
+                f"received {list(tensor.shape)}"
             )
         if tensor.layout is not torch.strided or tensor.dtype not in DTYPES:
             raise UnsupportedError(
@@ -147,12 +148,12 @@ class Exchange(ABC):
     def destroy(self) -> None:
         """Give everything back. A peer that still expects something of this rank gets an error; others do not."""
         if self._ended is None and os.getpid() == self._process:  # a forked child must not end its parent's
-            self._ended = ExchangeClosedError(f"rank {self.rank} called destroy()")
+            self._ended = f"rank {self.rank} called destroy()"
             self._shut(None)
 
     def _close(self, error: BaseException) -> None:
         if self._ended is None:
-            self._ended = error
+            self._ended = f"{type(error).__name__}: {error}"
             self._shut(error)
 
 

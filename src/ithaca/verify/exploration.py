@@ -170,8 +170,12 @@ def _run(
     machine = SimulatedMachine(ranks, turns, clocks, limit=scenario.limit)
     detector = RaceDetector(machine, turns, clocks)
     exchanges: list[SlotExchange] = []
+    notes: set[str] = set()
     with torch.no_grad():
-        mains = [turns.add(f"rank {rank}", _program(scenario, rank, layers, exchanges, turns)) for rank in range(ranks)]
+        mains = [
+            turns.add(f"rank {rank}", _program(scenario, rank, layers, exchanges, notes, turns))
+            for rank in range(ranks)
+        ]
         for rank in range(ranks):
             own = memory(machine, rank)
             stream = _AgentStream(machine, own, turns) if copies == "agent" else "inline"
@@ -191,12 +195,12 @@ def _run(
 
 
 def _program(
-    scenario: Scenario, rank: int, layers: int, exchanges: list[SlotExchange], turns: TurnTaking
+    scenario: Scenario, rank: int, layers: int, exchanges: list[SlotExchange], notes: set[str], turns: TurnTaking
 ) -> Callable[[], None]:
     def until(condition: Callable[[], bool]) -> None:
         turns.block(condition, lambda: f"rank {rank} waits for something else")
 
-    return lambda: scenario.program(Site(rank, len(exchanges), layers, exchanges[rank], turns.point, until))
+    return lambda: scenario.program(Site(rank, len(exchanges), layers, exchanges[rank], turns.point, notes, until))
 
 
 def _left_over(machine: SimulatedMachine, exchanges: Sequence[SlotExchange]) -> str:

@@ -11,6 +11,7 @@ from torch import Tensor
 from ithaca.backends.sdpa import SdpaBackend
 from ithaca.errors import (
     ClosureError,
+    CorruptHeaderError,
     ExchangeClosedError,
     GrowthError,
     InvalidInputError,
@@ -147,6 +148,31 @@ def leaves_with_lease(site: Site) -> None:
         raises(ExchangeClosedError, gather)
     else:
         raises((PeerDiedError, ExchangeClosedError), gather, "was expected to send a credit of lane gather in call 2")
+
+
+def refuses(site: Site) -> None:
+    """A rank refuses a call before it begins, and is held up until the others are there."""
+    attn, one = attention(site), torch.ones(1, 1, HEADS, HEAD_DIM)
+    for layer in range(site.layers):
+        one_layer(site, attn, layer, [1] * site.ranks, [2] * site.ranks)
+        site.notes.add(f"rank {site.rank} enters {layer}")
+        if site.rank == layer % site.ranks:
+            site.exchange.refuse("no time")
+            for rank in range(site.ranks):
+                if f"rank {rank} enters {layer}" not in site.notes:
+                    raise IthacaError(f"rank {site.rank} has refused a call that rank {rank} did not enter yet")
+        else:
+            raises(PeerRefusedError, partial(attn, one, one, one), f"rank {layer % site.ranks} refused: no time")
+    one_layer(site, attn, site.layers, [1] * site.ranks, [2] * site.ranks)
+
+
+def corrupt_header(site: Site) -> None:
+    """What a rank sends is not a header: it is named, and the exchange is over."""
+    one = torch.ones(1, 1, HEADS, HEAD_DIM)
+    if site.rank == 1:
+        site.memory.announce(bytes(1024))
+    errors = (ExchangeClosedError,) if site.rank == 1 else (CorruptHeaderError, ExchangeClosedError)
+    raises(errors, partial(attention(site), one, one, one), "rank 1 was required to send an Ithaca header")
 
 
 def bad_input(site: Site) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from types import FrameType, ModuleType
 from typing import Any
 
@@ -78,18 +79,17 @@ def hunted(mutant: Mutant, schedules: int) -> Finding | None:
             exchange = mutant.exchange()
         except Exception as error:
             return Finding("-", "-", f"it does not even start: {type(error).__name__}: {error}")
-        for budget in (2, schedules):  # most die at once, so every scenario gets a little first
-            for scenario in SCENARIOS:
-                for copies in COPIES:
-                    too_long()
-                    try:
-                        report = explore(
-                            scenario, copies=copies, schedules=budget, exchange=exchange, stop_at_first=True
-                        )
-                    except Exception as error:
-                        return Finding(scenario, "-", f"{type(error).__name__}: {error}")
-                    if report.findings:
-                        return report.findings[0]
+        rounds = ((2, 2), (2, schedules), (3, schedules))  # most die at once, so every scenario gets a little first
+        for (ranks, budget), scenario, copies in product(rounds, SCENARIOS, COPIES):
+            too_long()
+            try:
+                report = explore(
+                    scenario, ranks=ranks, copies=copies, schedules=budget, exchange=exchange, stop_at_first=True
+                )
+            except Exception as error:
+                return Finding(scenario, "-", f"{type(error).__name__}: {error}")
+            if report.findings:
+                return report.findings[0]
     return None
 
 
@@ -159,19 +159,19 @@ def _changes(function: Any) -> Iterator[tuple[str, str, _Change]]:
     for n, node in enumerate(ast.walk(function)):
         text = f"{ast.unparse(node)} in {lines[node]}" if isinstance(node, ast.expr) else ""
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and node.id in _RANKS:
-            yield f"wrong rank ({n})", text, partial(_rewrite, n=n, template="({} + 1) % 2")
+            yield "wrong rank", text, partial(_rewrite, n=n, template="({} + 1) % 2")
         if (isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and node.id in _GROUPS) or (
             isinstance(node, ast.Attribute) and node.attr == "_everyone" and isinstance(node.ctx, ast.Load)
         ):
-            yield f"one rank less ({n})", text, partial(_rewrite, n=n, template="tuple({})[1:]")
+            yield "one rank less", text, partial(_rewrite, n=n, template="tuple({})[1:]")
         if isinstance(node, ast.Attribute) and node.attr in ("ARRIVED", "CREDIT"):
             other = "Signal.CREDIT" if node.attr == "ARRIVED" else "Signal.ARRIVED"
-            yield f"the other signal ({n})", text, partial(_rewrite, n=n, template=other)
+            yield "the other signal", text, partial(_rewrite, n=n, template=other)
         if isinstance(node, ast.If | ast.IfExp | ast.While):
             test = ast.unparse(node.test)
-            yield f"negated ({n})", test, partial(_negate, n=n)
+            yield "negated", test, partial(_negate, n=n)
         if isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.Gt | ast.GtE | ast.Lt | ast.LtE):
-            yield f"off by one ({n})", text, partial(_off_by_one, n=n)
+            yield "off by one", text, partial(_off_by_one, n=n)
 
 
 def _lines(function: Any) -> dict[ast.AST, str]:

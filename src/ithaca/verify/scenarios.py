@@ -115,6 +115,8 @@ SCENARIOS: dict[str, Scenario] = {
     "backend-raises": Scenario("a backend raises on one rank", mishaps.backend_raises),
     "orders-differ": Scenario("ranks disagree on the issue order", mishaps.orders_differ),
     "too-large": Scenario("growth fails on all ranks or none", mishaps.too_large, limit=512),
+    "refuses": Scenario("a rank refuses a call", mishaps.refuses),
+    "corrupt-header": Scenario("a rank sends what is no header", mishaps.corrupt_header),
     "bad-input": Scenario("tensors that no slot can carry", mishaps.bad_input),
     "verdict-replaced": Scenario("a caller turns the group's error into one of its own", mishaps.verdict_replaced),
     "late-error": Scenario("a rank fails with its output on the way, another has refused", mishaps.late_error),

@@ -33,6 +33,8 @@ class Site:
     layers: int
     exchange: SlotExchange
     point: Callable[[], None]
+    #: What ranks tell one another beside the exchange.
+    notes: set[str]
     #: Let the others go on until this is so.
     until: Callable[[Callable[[], bool]], None]
 

@@ -117,21 +117,24 @@ class HostPeerMemory(PeerMemory):
     def grow(self, role: str, capacities: tuple[int, ...]) -> Generator[Wait, None, None]:
         """Two rounds over the sockets: everybody's descriptors, then everybody's word that they are mapped."""
         fds: list[int] = []
+        segments: dict[int, Segment] = {}
         try:
-            yield from self._commit(role, capacities, fds)
+            yield from self._commit(role, capacities, fds, segments)
         except BaseException:
             for fd in fds:
                 os.close(fd)
+            segments.clear()  # whoever keeps the error keeps its frames, and they would keep the mappings
             raise
 
-    def _commit(self, role: str, capacities: tuple[int, ...], fds: list[int]) -> Generator[Wait, None, None]:
-        """``fds`` collects what is open and must be closed if this fails."""
+    def _commit(
+        self, role: str, capacities: tuple[int, ...], fds: list[int], segments: dict[int, Segment]
+    ) -> Generator[Wait, None, None]:
+        """``fds`` and ``segments`` collect what is open and must not stay so if this fails."""
         capacities = tuple(nbytes + self._stamps_nbytes for nbytes in capacities)
         me, capacity, generation = self.rank, capacities[self.rank], self.generation + 1
         first = role not in self._channels
         mine: dict[Signal, dict[int, int]] = {signal: {} for signal in Signal}
         theirs: dict[Signal, dict[int, int]] = {signal: {} for signal in Signal}
-        segments: dict[int, Segment] = {}
         memory_fd, problem = -1, ""
         try:
             memory_fd = allocate(capacity)
