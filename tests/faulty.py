@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import random
 from collections.abc import Generator
 
 import torch
@@ -57,3 +58,22 @@ class FreesOnGrowth(SimulatedPeerMemory):
         if held is not None:
             with torch.no_grad():
                 self._over(held[self.rank]).fill_(0x7F)
+
+
+class Garbles(SimulatedPeerMemory):
+    """Rank 1 sends headers with a few bytes changed."""
+
+    chance = random.Random(0)
+    garbled = 0
+
+    def announce(self, header: bytes) -> None:
+        if self.rank == 1:
+            data = bytearray(header)
+            # Where something is said, more often than in the padding between.
+            places = [i for i, byte in enumerate(data) if byte]
+            for _ in range(self.chance.choice((1, 1, 2, 4))):
+                place = self.chance.choice(places) if self.chance.random() < 0.7 else self.chance.randrange(len(data))
+                data[place] = self.chance.choice((0, 1, 255, data[place] ^ 1, self.chance.randrange(256)))
+            header = bytes(data)
+            Garbles.garbled += 1
+        super().announce(header)

@@ -1,4 +1,4 @@
-"""Two thousand calls an exchange, made up by a machine: each is right, or an error on every rank, and the next one works."""
+"""Two thousand made-up calls an exchange: each is right, or an error on every rank, and the next one works."""
 
 from __future__ import annotations
 

@@ -49,6 +49,9 @@ class CollectiveExchange(Exchange):
     def _new_call(self, header: Header, layout: Layout) -> Call:
         return _CollectiveCall(self, header, layout)
 
+    def _trim(self) -> None:
+        self._buffers.clear()
+
     def _shut(self, error: BaseException | None) -> None:
         if error is None:  # else somebody may still hold what he was lent, which owns nothing
             self._buffers.clear()

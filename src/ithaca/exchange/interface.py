@@ -121,6 +121,10 @@ class Exchange(ABC):
     def _new_call(self, header: Header, layout: Layout) -> Call: ...
 
     @abstractmethod
+    def _trim(self) -> None:
+        """Drop all receive memory. Every rank does."""
+
+    @abstractmethod
     def _shut(self, error: BaseException | None) -> None:
         """End all that runs and give everything back; tell the peers ``error``, if any, where that can be done."""
 
@@ -144,6 +148,16 @@ class Exchange(ABC):
         """
         with contextlib.suppress(_Refusal), self.call((), Layout.NHD):
             raise _Refusal(reason)
+
+    def trim(self) -> None:
+        """Give the memory in which lanes arrive back to the machine; the next call makes what it needs.
+
+        Collective over the group, between two calls. What a lease still lends goes with the last tensor over it.
+        """
+        with self.call((), Layout.NHD, gathered=True, terms="trim") as call:
+            call.push()
+            call.wait().release()
+            self._trim()
 
     def destroy(self) -> None:
         """Give everything back. A peer that still expects something of this rank gets an error; others do not."""

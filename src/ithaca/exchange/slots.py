@@ -49,6 +49,10 @@ class SlotExchange(Exchange):
     def _new_call(self, header: Header, layout: Layout) -> Call:
         return _SlotCall(self, header, layout)
 
+    def _trim(self) -> None:
+        self.memory.trim()
+        self.targets.forget()
+
     def _shut(self, error: BaseException | None) -> None:
         if error is not None:
             self.memory.abort(error)
@@ -192,7 +196,7 @@ class _SlotCall(Call):
 
     def _poison(self, roles: frozenset[str]) -> None:
         for lane in self.lanes:
-            if lane.role in roles:
+            if lane.role in roles and self._memory.capacity(lane.role):  # else it is trimmed
                 poison(slot_of(self._memory, lane, self._memory.rank))
 
     # -- the output ----------------------------------------------------------------------------------------------

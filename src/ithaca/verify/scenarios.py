@@ -59,6 +59,23 @@ def _growing(site: Site) -> None:
         one_layer(site, attn, layer, sizes, sizes, at_once=layer % 2 == 1)
 
 
+def _trimmed(site: Site) -> None:
+    """Memory is given back between calls, with a lease out too, and made again."""
+    attn, exchange = attention(site), site.exchange
+    for layer in range(site.layers):
+        one_layer(site, attn, layer, [1] * site.ranks, [2] * site.ranks)
+        with exchange.call(("gather",), Layout.NHD, gathered=True) as call:
+            call.push(gather=torch.full((1, 1, 1, HEAD_DIM), float(site.rank)))
+            held = call.wait()
+            call._leases.clear()
+        exchange.trim()
+        if any(site.memory.capacity(role) for role in ("q", "k", "v", "out", "gather")):
+            raise IthacaError(f"rank {site.rank} has memory after it was trimmed")
+        if held["gather"][0, :, 0, 0].tolist() != list(range(site.ranks)):
+            raise IthacaError(f"rank {site.rank} held a lease, and its data changed")
+        held.release()
+
+
 def _sanitized(site: Site) -> None:
     """What was lent is poisoned at the end."""
     attn = attention(site, borrows=False, sanitize=True)
@@ -108,6 +125,7 @@ SCENARIOS: dict[str, Scenario] = {
     "owned": Scenario("a backend that gets copies; calls at once and lane by lane", _owned),
     "cross": Scenario("cross-attention with Q first and other lengths", _cross),
     "growing": Scenario("lengths that grow, shrink and are zero", _growing),
+    "trimmed": Scenario("memory is given back between calls", _trimmed),
     "sanitized": Scenario("sanitize mode", _sanitized),
     "counted": Scenario("bytes are counted", _counted),
     "outer": Scenario("a lease that is held across the next push", _outer),

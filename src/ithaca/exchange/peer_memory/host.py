@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.distributed import Store
 
 from ithaca import errors
-from ithaca.errors import ExchangeClosedError, GrowthError, IthacaError, PeerDiedError, PeerTimeoutError
+from ithaca.errors import ExchangeClosedError, GrowthError, PeerDiedError, PeerTimeoutError
 from ithaca.exchange.peer_memory.handshake import Peer, connect_peers
 from ithaca.exchange.peer_memory.interface import Message, PeerMemory, Signal, Wait
 from ithaca.exchange.peer_memory.segment import Segment, allocate
@@ -102,6 +102,11 @@ class HostPeerMemory(PeerMemory):
     def capacity(self, role: str) -> tuple[int, ...]:
         channel = self._channels.get(role)
         return tuple(s.capacity - self._stamps_nbytes for s in channel.segments) if channel else ()
+
+    def trim(self) -> None:
+        for channel in self._channels.values():
+            channel.segments = []
+        self.generation += 1
 
     def slot(self, rank: int, role: str, nbytes: int) -> Tensor:
         if nbytes == 0:  # a `frombuffer` of count zero raises
@@ -320,15 +325,16 @@ class HostPeerMemory(PeerMemory):
                 for fd in fds:
                     os.close(fd)
                 if message[:1] == _ABORT:
-                    name, _, text = message[1:].decode(errors="replace").partition(":")
-                    error: type[IthacaError] = getattr(errors, name) if name in _CONTAGIOUS else ExchangeClosedError
-                    raise error(f"rank {rank} gave up: {text}")
+                    name, _, text = (why := message[1:].decode(errors="replace")).partition(": ")
+                    if name in _CONTAGIOUS:
+                        raise getattr(errors, name)(f"rank {rank} gave up: {text}")
+                    raise ExchangeClosedError(f"rank {rank} gave up: {why}")
                 self._hung_up.add(rank)  # closed, or not one of ours
 
     # -- the end ---------------------------------------------------------------------------------------------------
 
     def abort(self, error: BaseException) -> None:
-        message = _ABORT + _encode(f"{type(error).__name__}:{error}")
+        message = _ABORT + _encode(f"{type(error).__name__}: {error}")
         for peer in self._peers.values():
             try:
                 peer.socket.send(message)

@@ -71,6 +71,10 @@ class PeerMemory(ABC):
         """
 
     @abstractmethod
+    def trim(self) -> None:
+        """Drop the memory of all slots: every capacity is empty again. Signals stay. All ranks do, between calls."""
+
+    @abstractmethod
     def slot(self, rank: int, role: str, nbytes: int) -> Tensor:
         """A fresh, non-owning ``uint8`` tensor over the first ``nbytes`` of a slot. Each call makes a new storage."""
 

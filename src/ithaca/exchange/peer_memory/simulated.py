@@ -119,6 +119,11 @@ class SimulatedPeerMemory(PeerMemory):
     def capacity(self, role: str) -> tuple[int, ...]:
         return tuple(segment.capacity for segment in self._segments.get(role, ()))
 
+    def trim(self) -> None:
+        self.machine.turns.point()
+        self._segments.clear()
+        self.generation += 1
+
     def slot(self, rank: int, role: str, nbytes: int) -> Tensor:
         if nbytes == 0:
             return torch.empty(0, dtype=torch.uint8)
