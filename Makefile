@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INPUTS := pyproject.toml constraints.txt
 
-.PHONY: demo test check fmt bench clean
+.PHONY: demo test check fmt chaos soak bench clean
 
 demo: .venv/.demo
 	$(BIN)/ithaca demo
@@ -19,6 +19,12 @@ check: .venv/.check
 fmt: .venv/.check
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+chaos: .venv/.test
+	$(BIN)/python -m pytest -s -m chaos
+
+soak: .venv/.test
+	$(BIN)/python -m pytest -s -m soak
 
 bench: .venv/.demo
 	$(BIN)/python benchmarks/exchange.py
