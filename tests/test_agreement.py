@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from ithaca import CorruptHeaderError, Layout, PeerRefusedError, PlanMismatchError
 from ithaca.exchange.agreement import DTYPES, HEADER_NBYTES, MAX_LANES, Claim, Header, settle
+from ithaca.geometry import Splits
 
 pytestmark = pytest.mark.fast
 
@@ -34,7 +35,13 @@ HEADERS = st.builds(
     refusal=st.text("why? ", max_size=200).map(str.strip),
 )
 
-V = Header(call=3, step=0, order=("v", "q", "k"), claims=(Claim("v", torch.bfloat16, Layout.HND, (2, 5, 6, 8)),))
+V = Header(
+    call=3,
+    step=0,
+    order=("v", "q", "k"),
+    claims=(Claim("v", torch.bfloat16, Layout.HND, (2, 5, 6, 8)),),
+    wanted=(Splits((3, 3)).spans,),
+)
 
 
 @given(HEADERS)

@@ -436,7 +436,7 @@ def test_sanitize_mode_sees_a_source_that_is_overwritten() -> None:
 
 def plant(fault: str) -> None:
     """Break the dispatch in this process."""
-    attend, requested, own = Passage._forward, Request.of, Lease.own
+    attend, requested, own = Passage._run, Request.of, Lease.own
 
     def reordered(change: Callable[[tuple[str, ...]], tuple[str, ...]]) -> None:
         Request.of = lambda *args: (asked := requested(*args)) and replace(asked, order=change(asked.order))  # type: ignore
@@ -445,10 +445,10 @@ def plant(fault: str) -> None:
         passage.borrows = lambda backend, device: True
     elif fault == "lengths swapped":
 
-        def swapped(self: Passage, *args: Any) -> Tensor:
-            return attend(self, *args[:-2], args[-1], args[-2])
+        def swapped(self: Passage, work: Any, inputs: Any) -> Tensor:
+            return attend(self, replace(work, q_len=work.kv_len, kv_len=work.q_len), inputs)
 
-        Passage._forward = swapped  # type: ignore[method-assign]
+        Passage._run = swapped  # type: ignore[method-assign]
     elif fault == "order changed":
         reordered(lambda order: order[::-1])
     elif fault == "tail dropped":

@@ -25,7 +25,9 @@ def turns(draw: st.DrawFn) -> tuple[Lane, Tensor]:
     ranks = draw(st.integers(1, 5))
     tokens, heads = draw(splits(ranks)), draw(splits(ranks))
     batch, head_dim = draw(st.integers(1, 3)), draw(st.integers(1, 4))
-    lane = Lane.inward("q", torch.int64, draw(st.sampled_from(Layout)), batch, head_dim, tokens, heads)
+    lane = Lane.inward(
+        "q", torch.int64, draw(st.sampled_from(Layout)), batch, head_dim, tokens, heads.total, heads.spans
+    )
     whole = torch.arange(batch * tokens.total * heads.total * head_dim)
     return lane, whole.view(batch, tokens.total, heads.total, head_dim)
 
@@ -67,7 +69,8 @@ def test_scatter_then_gather_is_the_identity(case: tuple[Lane, Tensor]) -> None:
 def test_a_gather_brings_everything_to_everyone(case: tuple[Lane, Tensor]) -> None:
     inward, whole = case
     tokens = Splits(tuple(len(held.tokens) for held in inward.holds))
-    lane = Lane.gathered("x", inward.dtype, inward.batch, inward.head_dim, tokens, whole.shape[2])
+    everything = (Span(0, whole.shape[2]),) * inward.ranks
+    lane = Lane.inward("x", inward.dtype, Layout.NHD, inward.batch, inward.head_dim, tokens, whole.shape[2], everything)
     assert all(torch.equal(slot, whole) for slot in exchanged(lane, pieces(inward, whole)))
 
 
@@ -87,7 +90,9 @@ def test_even_splits_differ_by_one_at_most(total: int, ranks: int) -> None:
 def test_a_plan_has_a_digest_of_its_own() -> None:
     def plan(heads: tuple[int, ...], dtype: torch.dtype = torch.float32) -> CallPlan:
         tokens = Splits((3, 5))
-        lanes = [Lane.inward(r, dtype, Layout.HND, 2, 8, tokens, Splits(heads)) for r in ("v", "q", "k")]
+        lanes = [
+            Lane.inward(r, dtype, Layout.HND, 2, 8, tokens, sum(heads), Splits(heads).spans) for r in ("v", "q", "k")
+        ]
         return CallPlan.attention(tuple(lanes))
 
     assert plan((1, 3)) == plan((1, 3)) and plan((1, 3)).digest == plan((1, 3)).digest
@@ -99,7 +104,7 @@ def test_a_plan_has_a_digest_of_its_own() -> None:
 
 def test_keys_and_values_must_match() -> None:
     def lane(role: str, tokens: tuple[int, ...]) -> Lane:
-        return Lane.inward(role, torch.float32, Layout.HND, 1, 8, Splits(tokens), Splits((1, 1)))
+        return Lane.inward(role, torch.float32, Layout.HND, 1, 8, Splits(tokens), 2, Splits((1, 1)).spans)
 
     CallPlan.attention((lane("q", (1, 1)), lane("k", (4, 5)), lane("v", (4, 5))))
     with pytest.raises(InvalidInputError, match="keys and values"):

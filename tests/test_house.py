@@ -15,7 +15,7 @@ SOURCE = Path(ithaca.__file__).parent
 #: From the ground up; a module may import from its own floor and those below.
 FLOORS = (
     {"version", "errors"},
-    {"geometry"},
+    {"geometry", "heads"},
     {"plan"},
     {"backends", "exchange", "launch"},
     {"strategies", "sharding"},

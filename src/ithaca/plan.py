@@ -14,7 +14,7 @@ from functools import cached_property, lru_cache
 import torch
 
 from ithaca.errors import InvalidInputError
-from ithaca.geometry import Block, Layout, Splits
+from ithaca.geometry import Block, Layout, Span, Splits
 
 #: The lanes of every attention call, beside its gates.
 ROLES = ("q", "k", "v")
@@ -52,31 +52,28 @@ class Lane:
 
     @classmethod
     def inward(
-        cls, role: str, dtype: torch.dtype, layout: Layout, batch: int, head_dim: int, tokens: Splits, heads: Splits
+        cls,
+        role: str,
+        dtype: torch.dtype,
+        layout: Layout,
+        batch: int,
+        head_dim: int,
+        tokens: Splits,
+        heads: int,
+        wanted: tuple[Span, ...],
     ) -> Lane:
-        """Ulysses' first turn: my tokens of all heads become all tokens of my heads (arXiv:2309.14509)."""
+        """Ulysses' first turn: my tokens of all heads become all tokens of my heads (arXiv:2309.14509).
+
+        ``wanted``: the heads of each rank. Several ranks may want one, and where all want all it is a gather.
+        """
         return cls(
             role=role,
             dtype=dtype,
             layout=layout,
             batch=batch,
             head_dim=head_dim,
-            holds=tuple(Block(mine, heads.whole) for mine in tokens.spans),
-            wants=tuple(Block(tokens.whole, mine) for mine in heads.spans),
-        )
-
-    @classmethod
-    def gathered(cls, role: str, dtype: torch.dtype, batch: int, head_dim: int, tokens: Splits, heads: int) -> Lane:
-        """Everybody's tokens of all heads, on every rank."""
-        whole = Splits((heads,)).whole
-        return cls(
-            role=role,
-            dtype=dtype,
-            layout=Layout.NHD,
-            batch=batch,
-            head_dim=head_dim,
-            holds=tuple(Block(mine, whole) for mine in tokens.spans),
-            wants=(Block(tokens.whole, whole),) * len(tokens.sizes),
+            holds=tuple(Block(mine, Span(0, heads)) for mine in tokens.spans),
+            wants=tuple(Block(tokens.whole, mine) for mine in wanted),
         )
 
     def homeward(self, head_dim: int) -> Lane:
@@ -160,27 +157,35 @@ class Lane:
 
 @dataclass(frozen=True)
 class CallPlan:
-    """One attention call on all ranks: the lanes in issue order, and the output's way home."""
+    """One attention call on all ranks: the lanes in issue order, and the output's way home.
+
+    ``whole``: for K and V that every rank holds whole, and that are no lanes, their role, dtype and NHD shape.
+    """
 
     lanes: tuple[Lane, ...]
     out: Lane
+    whole: tuple[tuple[str, torch.dtype, tuple[int, ...]], ...] = ()
 
     @staticmethod
     @lru_cache(maxsize=1024)
-    def attention(lanes: tuple[Lane, ...]) -> CallPlan:
+    def attention(
+        lanes: tuple[Lane, ...], whole: tuple[tuple[str, torch.dtype, tuple[int, ...]], ...] = ()
+    ) -> CallPlan:
         """The plan of a call with the inward lanes ``q``, ``k``, ``v`` and those of gates (in any order)."""
         role = {lane.role: lane for lane in lanes}
-        q, k, v = (role[name] for name in ROLES)
-        if k.holds != v.holds or k.wants != v.wants:
+        q = role["q"]
+        head_dims = {name: shape[3] for name, _, shape in whole} | {lane.role: lane.head_dim for lane in lanes}
+        if not whole and (role["k"].holds, role["k"].wants) != (role["v"].holds, role["v"].wants):
             raise InvalidInputError(
-                f"keys and values were required to have the same tokens and heads on every rank; received {k} and {v}"
+                f"keys and values were required to have the same tokens and heads on every rank; "
+                f"received {role['k']} and {role['v']}"
             )
         for lane in lanes:
             if lane.role.startswith(GATE) and (lane.holds != q.holds or lane.wants != q.wants):
                 raise InvalidInputError(
                     f"a gate was required to have the tokens and heads of the queries; received {lane} beside {q}"
                 )
-        return CallPlan(lanes=lanes, out=q.homeward(v.head_dim))
+        return CallPlan(lanes=lanes, out=q.homeward(head_dims["v"]), whole=whole)
 
     @cached_property
     def digest(self) -> bytes:

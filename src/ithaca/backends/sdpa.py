@@ -25,6 +25,7 @@ class SdpaBackend(AttentionBackend):
         return Capabilities(
             layout=self.layout,
             dtypes=frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64}),
+            gqa=True,
             masks=True,
             # In inference it reads its inputs, returns fresh memory and keeps nothing.
             accepts_unowned_inputs=True,
@@ -43,5 +44,6 @@ class SdpaBackend(AttentionBackend):
     ) -> Tensor:
         if self.layout is Layout.NHD:
             q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
-        out = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+        shared = q.shape[1] != k.shape[1]
+        out = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=shared)
         return out if self.layout is Layout.HND else out.transpose(1, 2)

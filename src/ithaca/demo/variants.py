@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ithaca.diffusers import parallelize
 from ithaca.exchange.choice import exchange_for
-from ithaca.exchange.interface import Counters
+from ithaca.exchange.counters import Counters
 
 N = TypeVar("N", bound=nn.Module)
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 
 import torch
 
 from ithaca.errors import CorruptHeaderError, PeerRefusedError, PlanMismatchError
-from ithaca.geometry import Layout, Splits
+from ithaca.geometry import Layout, Span, Splits
 from ithaca.plan import Lane
 from ithaca.version import __version__
 
@@ -65,7 +65,7 @@ class Header:
 
     ``order`` is the issue order of the whole call, ``terms`` whatever else must be equal on all ranks (scale, mask),
     ``gathered`` whether every rank gets all heads, ``digest`` that of the call plan where one is known, and
-    ``refusal`` why this rank won't go on ("" if it will).
+    ``refusal`` why this rank won't go on ("" if it will). ``wanted`` is not said: it follows from what is.
     """
 
     call: int
@@ -77,9 +77,11 @@ class Header:
     digest: bytes = bytes(16)
     refusal: str = ""
     version: str = __version__
+    #: For each claim, the heads that each rank wants.
+    wanted: tuple[tuple[Span, ...], ...] = field(default=(), compare=False, repr=False)
 
     def refused(self, reason: str) -> Header:
-        return replace(self, claims=(), digest=bytes(16), refusal=reason or "no reason given")
+        return replace(self, claims=(), wanted=(), digest=bytes(16), refusal=reason or "no reason given")
 
     def __str__(self) -> str:
         lanes = ", ".join(map(str, self.claims)) or (
@@ -165,7 +167,7 @@ def settle(headers: Sequence[Header], rank: int) -> tuple[Lane, ...]:
             f"all ranks were required to enter the same call, alike but for their number of tokens; "
             f"received, on rank {rank}: {said}"
         )
-    return _lanes(tuple(header.claims for header in headers), headers[0].gathered)
+    return _lanes(tuple(header.claims for header in headers), headers[rank].wanted)
 
 
 def _common(header: Header) -> tuple[object, ...]:
@@ -175,17 +177,13 @@ def _common(header: Header) -> tuple[object, ...]:
 
 
 @lru_cache(maxsize=1024)
-def _lanes(claims: tuple[tuple[Claim, ...], ...], gathered: bool) -> tuple[Lane, ...]:
+def _lanes(claims: tuple[tuple[Claim, ...], ...], wanted: tuple[tuple[Span, ...], ...]) -> tuple[Lane, ...]:
     lanes = []
-    for of_lane in zip(*claims, strict=True):
+    for of_lane, spans in zip(zip(*claims, strict=True), wanted, strict=True):
         claim = of_lane[0]
         batch, _, heads, head_dim = claim.shape
         tokens = Splits(tuple(c.shape[1] for c in of_lane))
-        if gathered:
-            lanes.append(Lane.gathered(claim.role, claim.dtype, batch, head_dim, tokens, heads))
-        else:
-            shares = Splits.even(heads, len(claims))
-            lanes.append(Lane.inward(claim.role, claim.dtype, claim.layout, batch, head_dim, tokens, shares))
+        lanes.append(Lane.inward(claim.role, claim.dtype, claim.layout, batch, head_dim, tokens, heads, spans))
     return tuple(lanes)
 
 

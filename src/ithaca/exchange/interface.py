@@ -20,7 +20,7 @@ import os
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import TracebackType
 from typing import TypeVar
 
@@ -38,25 +38,17 @@ from ithaca.errors import (
     UnsupportedError,
 )
 from ithaca.exchange.agreement import DTYPES, LARGEST_DIM, Claim, Header, clipped
+from ithaca.exchange.counters import Counters
 from ithaca.exchange.lease import Lease
 from ithaca.exchange.scrutiny import watch_sources
-from ithaca.geometry import Layout
+from ithaca.geometry import Layout, Span, Splits
+from ithaca.heads import Heads, wanted
 from ithaca.plan import OUT, CallPlan, Lane, as_nhd
 
 #: Errors that every rank of the group raises alike, at the same step: after them the exchange goes on.
 AGREED = (PlanMismatchError, PeerRefusedError, GrowthError)
 
 T = TypeVar("T")
-
-
-@dataclass
-class Counters:
-    """What an exchange has done on this rank since it was made."""
-
-    calls: int = 0
-    header_rounds: int = 0  #: agreements that cost a collective; zero on slots
-    bytes_moved: int = 0  #: payload sent to other ranks
-    leases_collected: int = 0  #: leases whose reader left its inputs to the garbage collector
 
 
 class Exchange(ABC):
@@ -85,15 +77,18 @@ class Exchange(ABC):
         gathered: bool = False,
         terms: str = "",
         sanitize: bool = False,
+        head_splits: Splits | None = None,
     ) -> Call:
         """Begin a call that will push the lanes of ``order``, received in ``layout``; use it as a ``with`` block.
 
         ``gathered``: every rank receives all heads (a plain gather over the tokens, without a way home). ``terms`` is
-        text that must be equal on all ranks. ``sanitize``: slots are poisoned when their leases end, and sources that
-        were written too early are found. Refused while another call of the group is under way.
+        text that must be equal on all ranks. ``head_splits``: the query heads of each rank, see `Heads`.
+        ``sanitize``: slots are poisoned when their leases end, and sources that were written too early are found.
+        Refused while another call of the group is under way.
         """
         call = self._new_call(Header(call=-1, step=0, order=order, gathered=gathered, terms=clipped(terms)), layout)
         call.sanitize = sanitize
+        call.heads = Heads(self.world_size, head_splits)
         return call
 
     def _enter(self, call: Call) -> int:
@@ -189,6 +184,10 @@ class Call(ABC):
         self._leases: list[Lease] = []
         #: Lanes that all ranks agreed on, in issue order; the output's last.
         self.lanes: list[Lane] = []
+        #: Who attends to which heads, as far as the lanes so far tell.
+        self.heads = Heads(exchange.world_size)
+        #: K and V that every rank holds whole: role, dtype, shape.
+        self._whole: list[tuple[str, torch.dtype, tuple[int, ...]]] = []
         #: Known once all input lanes are.
         self.plan: CallPlan | None = None
         #: Whether the last step at which ranks meet is behind this one: an error from then on is its own affair.
@@ -215,13 +214,25 @@ class Call(ABC):
         for role, tensor in tensors.items():
             self._exchange.check(role, tensor)
             claims.append(Claim(role, tensor.dtype, self._layout, tuple(tensor.shape)))
+        lanes = tuple((claim.role, claim.shape[2]) for claim in claims)
+        if self._header.gathered:
+            spans = tuple((Span(0, heads),) * self._exchange.world_size for _, heads in lanes)
+        else:
+            self.heads, spans = wanted(self.heads, lanes)
         self._pushed.extend(tensors)
         # Detached: the copies may run on another thread, where grad mode is on by default.
-        header, sources = self._next_header(claims=tuple(claims)), {role: t.detach() for role, t in tensors.items()}
+        header = self._next_header(claims=tuple(claims), wanted=spans)
+        sources = {role: tensor.detach() for role, tensor in tensors.items()}
         self._last_step_taken = self._header.gathered and len(self._pushed) == len(self._header.order)
         if self.sanitize:
             self._source_checks.append(watch_sources(sources, self._exchange.rank))
         self._own(lambda: self._push(header, sources))
+
+    def keep(self, role: str, tensor: Tensor) -> None:
+        """Take note of K or V ``[B, S, H, D]`` that every rank holds whole: part of the plan, and does not move."""
+        self._exchange.check(role, tensor)
+        self.heads = self.heads.seen(None, tensor.shape[2], moves=False)
+        self._whole.append((role, tensor.dtype, tuple(tensor.shape)))
 
     def wait(self) -> Lease:
         """Block until all lanes of the call have arrived from all ranks; the sources are free again."""
@@ -231,7 +242,7 @@ class Call(ABC):
         if self._header.gathered:
             self._complete = True
         else:
-            self.plan = CallPlan.attention(tuple(self.lanes))
+            self.plan = CallPlan.attention(tuple(self.lanes), tuple(self._whole))
         return lease
 
     def push_out(self, out: Tensor, layout: Layout) -> None:
@@ -377,7 +388,12 @@ class Call(ABC):
         if self._exchange._ended is None:  # else there is no slot any more
             self._poison(lease.unowned)
 
-    def _next_header(self, claims: tuple[Claim, ...] = (), digest: bytes = bytes(16)) -> Header:
-        header = replace(self._header, claims=claims, digest=digest)
+    def _next_header(
+        self,
+        claims: tuple[Claim, ...] = (),
+        wanted: tuple[tuple[Span, ...], ...] = (),
+        digest: bytes = bytes(16),
+    ) -> Header:
+        header = replace(self._header, claims=claims, wanted=wanted, digest=digest)
         self._header = replace(self._header, step=self._header.step + 1)
         return header

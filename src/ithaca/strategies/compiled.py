@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from ithaca.errors import InvalidInputError, UnsupportedError
-from ithaca.strategies.passage import Passage, Request
+from ithaca.strategies.passage import Passage
+from ithaca.strategies.request import Request
 
 #: What operators mutate, by name. For `push` and `finish` the sources belong to it, see above.
 CLOCK = ("clock",)
@@ -57,12 +58,13 @@ def tag_of(owner: Owner) -> Tensor:
 # -- the operators, at run time ------------------------------------------------------------------------------------
 
 
-def begin(clock: Tensor, tag: Tensor, order: str, mask: Tensor | None, scale: float | None) -> None:
+def begin(clock: Tensor, tag: Tensor, request: str, mask: Tensor | None, scale: float | None) -> None:
     """Open a call."""
     number = _ticked(clock, tag)
     leave(tag, left_in_the_middle())
-    request = Request(tuple(order.split(",")), mask, scale)
-    passage = _owners[number].passage(request, torch.device("cpu") if mask is None else mask.device)
+    passage = _owners[number].passage(
+        Request.decode(request, mask, scale), torch.device("cpu") if mask is None else mask.device
+    )
     passage.__enter__()
     _open[number] = passage
 
@@ -77,8 +79,8 @@ def push(clock: Tensor, source: Tensor, tag: Tensor, role: str) -> None:
         raise
 
 
-def finish(clock: Tensor, sources: list[Tensor], tag: Tensor, order: str, mask: Tensor | None) -> Tensor:
-    """Wait for all lanes, attend and bring home; ``sources`` are those of ``order``, and free again."""
+def finish(clock: Tensor, sources: list[Tensor], tag: Tensor, request: str, mask: Tensor | None) -> Tensor:
+    """Wait for all lanes, attend and bring home; ``sources`` are those of the request's order, and free again."""
     number = _ticked(clock, tag)
     passage = _under_way(number)
     try:
@@ -92,13 +94,13 @@ def finish(clock: Tensor, sources: list[Tensor], tag: Tensor, order: str, mask: 
 
 
 def attend(
-    clock: Tensor, sources: Sequence[Tensor], tag: Tensor, order: str, mask: Tensor | None, scale: float | None
+    clock: Tensor, sources: Sequence[Tensor], tag: Tensor, request: str, mask: Tensor | None, scale: float | None
 ) -> Tensor:
     """The whole call at once."""
-    number, roles = _ticked(clock, tag), tuple(order.split(","))
+    number, asked = _ticked(clock, tag), Request.decode(request, mask, scale)
     leave(tag, left_in_the_middle())
-    with _owners[number].passage(Request(roles, mask, scale), sources[0].device) as passage:
-        passage.push(dict(zip(roles, sources, strict=True)))
+    with _owners[number].passage(asked, sources[0].device) as passage:
+        passage.push(dict(zip(asked.order, sources, strict=True)))
         return passage.finish().contiguous()
 
 
@@ -133,9 +135,9 @@ def _nothing(*args: object) -> None:
     return None
 
 
-def _home(sources: Sequence[Tensor], order: str) -> Tensor:
+def _home(sources: Sequence[Tensor], request: str) -> Tensor:
     """Queries with the head dim of the values. What is wrong with them is said at run time, on all ranks."""
-    role = dict(zip(order.split(","), sources, strict=True))
+    role = dict(zip(Request.decode(request, None, None).order, sources, strict=True))
     q, v = role["q"], role["v"]
     return q.new_empty((*q.shape[:-1], v.shape[-1]))
 
@@ -146,8 +148,8 @@ FINISH = torch.library.custom_op("ithaca::finish", finish, mutates_args=CLOCK_AN
 ATTEND = torch.library.custom_op("ithaca::attend", attend, mutates_args=CLOCK)
 BEGIN.register_fake(_nothing)
 PUSH.register_fake(_nothing)
-FINISH.register_fake(lambda clock, sources, tag, order, mask: _home(sources, order))
-ATTEND.register_fake(lambda clock, sources, tag, order, mask, scale: _home(sources, order))
+FINISH.register_fake(lambda clock, sources, tag, request, mask: _home(sources, request))
+ATTEND.register_fake(lambda clock, sources, tag, request, mask, scale: _home(sources, request))
 
 
 # -- what is traced ------------------------------------------------------------------------------------------------
@@ -160,22 +162,22 @@ def traced_async(
     project_out: Callable[[Tensor], Tensor] | None,
 ) -> Tensor:
     """`UlyssesAttention.forward_async`, for the tracer."""
-    order = ",".join(request.order)
-    BEGIN(THE_CLOCK, tag, order, request.mask, request.scale)
+    text = request.encode()
+    BEGIN(THE_CLOCK, tag, text, request.mask, request.scale)
     sources = []
     for role in request.order:
         given = computes[role]
         source = _without_grad(role, given if isinstance(given, Tensor) else given())
         PUSH(THE_CLOCK, source, tag, role)
         sources.append(source)
-    out = FINISH(THE_CLOCK, sources, tag, order, request.mask)
+    out = FINISH(THE_CLOCK, sources, tag, text, request.mask)
     return out if project_out is None else project_out(out)
 
 
 def traced(tag: Tensor, request: Request, tensors: Mapping[str, Tensor]) -> Tensor:
     """`UlyssesAttention.__call__`, for the tracer."""
     sources = [_without_grad(role, tensors[role]) for role in request.order]
-    out: Tensor = ATTEND(THE_CLOCK, sources, tag, ",".join(request.order), request.mask, request.scale)
+    out: Tensor = ATTEND(THE_CLOCK, sources, tag, request.encode(), request.mask, request.scale)
     return out
 
 

@@ -3,66 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import TracebackType
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ithaca.backends.interface import AttentionBackend, borrows
 from ithaca.errors import ClosureError, InvalidInputError, IthacaError, UnsupportedError
-from ithaca.exchange.agreement import MAX_LANES, ROLE_NBYTES
 from ithaca.exchange.interface import Call, Exchange
 from ithaca.exchange.lease import Lease
 from ithaca.exchange.scrutiny import scrutinized
-from ithaca.geometry import Layout
-from ithaca.plan import GATE, OUT, ROLES, as_nhd
+from ithaca.geometry import Layout, Span, Splits
+from ithaca.heads import KEYS, Heads
+from ithaca.plan import GATE, OUT, as_nhd
+from ithaca.strategies.local import Work, idle
+from ithaca.strategies.request import Request
 
 Compute = Callable[[], Tensor]
-
-_GATE_NAME_NBYTES, _MOST_GATES = ROLE_NBYTES - len(GATE), MAX_LANES - len(ROLES)
-
-
-@dataclass(frozen=True)
-class Request:
-    """What is asked of a call beside its tensors: the lanes in issue order, and what every rank must say alike."""
-
-    order: tuple[str, ...]
-    mask: Tensor | None = None
-    scale: float | None = None
-
-    @classmethod
-    def of(cls, issue_order: Sequence[str] | None, gates: object, mask: object, scale: object) -> Request:
-        """Checked as far as it can be without a tensor of the call. Gates leave after V where nothing else is said."""
-        if not isinstance(gates, Mapping | None) or len(gates or ()) > _MOST_GATES:
-            raise InvalidInputError(
-                f"gates were required to be at most {_MOST_GATES} tensors by name; received {gates!r}"
-            )
-        gates = gates or {}
-        if any(not isinstance(name, str) or not 0 < len(name.encode()) <= _GATE_NAME_NBYTES for name in gates):
-            raise InvalidInputError(
-                f"names of gates were required to have 1 to {_GATE_NAME_NBYTES} bytes; received {[*gates]}"
-            )
-        roles = (*ROLES, *(GATE + name for name in gates))
-        order = ("v", *roles[3:], "q", "k") if issue_order is None else issue_order
-        if not isinstance(order, Sequence) or sorted(map(str, order)) != sorted(roles):
-            raise InvalidInputError(f"issue_order was required to be a permutation of {roles}; received {order!r}")
-        if not (mask is None or isinstance(mask, Tensor)) or not (scale is None or isinstance(scale, int | float)):
-            raise InvalidInputError(
-                f"mask was required to be a tensor or None, and scale a number or None; "
-                f"received {type(mask).__name__} and {type(scale).__name__}"
-            )
-        return cls(tuple(order), mask, None if scale is None else float(scale))
-
-    @property
-    def terms(self) -> str:
-        """What must be equal on all ranks beside the lanes, as text."""
-        mask = self.mask
-        masked = "none" if mask is None else f"{str(mask.dtype).removeprefix('torch.')}{[*mask.shape]}"
-        return f"scale {self.scale}, mask {masked}"
 
 
 class Passage:
@@ -96,7 +56,14 @@ class Passage:
         self._call: Call | None = None
         if exchange is not None:
             terms = self._request.terms + (", sanitized" if sanitize else "") + context
-            self._call = exchange.call(self._request.order, self._layout, terms=terms, sanitize=sanitize)
+            heads = self._request.options.head_splits
+            try:
+                splits = None if heads is None else Heads(exchange.world_size, Splits(tuple(heads))).splits
+            except InvalidInputError as error:
+                splits, self._fault = None, self._fault or InvalidInputError(f"{self._here}{error}")
+            self._call = exchange.call(
+                self._request.moving, self._layout, terms=terms, sanitize=sanitize, head_splits=splits
+            )
 
     def __enter__(self) -> Passage:
         if self._call is not None:
@@ -126,8 +93,12 @@ class Passage:
         """Send lanes on their way, under one agreement: tensors ``[B, S_local, H, D]``, or closures that make them."""
         lanes = {}
         for role, what in given.items():
-            lanes[role] = self._made[role] = self._checked(role, self._computed(role, what))
-        if self._call is not None:
+            tensor = self._made[role] = self._checked(role, self._computed(role, what))
+            if role in self._request.moving:
+                lanes[role] = tensor
+            elif self._call is not None:
+                self._call.keep(role, tensor)
+        if self._call is not None and lanes:
             self._call.push(**lanes)
 
     def _computed(self, role: str, given: Tensor | Compute) -> Tensor:
@@ -165,6 +136,7 @@ class Passage:
             )
         for other, earlier in self._made.items():
             self._match(role, tensor, other, earlier)
+        self._count(role, tensor)
         if self._request.mask is not None and not capabilities.masks:
             raise UnsupportedError(f"{self._here}{name} takes no mask, and none is ever dropped")
         if role.startswith(GATE) and role.removeprefix(GATE) not in capabilities.gates:
@@ -175,16 +147,39 @@ class Passage:
         return tensor
 
     def _match(self, role: str, tensor: Tensor, other: str, earlier: Tensor) -> None:
-        """Batch, heads, dtype and device are shared by all; tokens by k and v, and by q and gates; D by q and k."""
+        """Batch, dtype and device are shared by all; tokens and heads by k and v, and by q and gates; D by q and k."""
         required = list(earlier.shape)
-        if len({role, other} & {"k", "v"}) == 1:
+        if len({role, other} & {*KEYS}) == 1:
             required[1] = tensor.shape[1]
+            keys, queries = (tensor, earlier) if role in KEYS else (earlier, tensor)
+            if self._backend.capabilities.gqa and keys.shape[2] and queries.shape[2] % keys.shape[2] == 0:
+                required[2] = tensor.shape[2]
         if {role, other} != {"q", "k"}:
             required[3] = tensor.shape[3]
         if list(tensor.shape) != required or tensor.dtype != earlier.dtype or tensor.device != earlier.device:
             raise InvalidInputError(
                 f"{self._here}{role} was required to be {required} {earlier.dtype} on {earlier.device}, as {other} is; "
                 f"received {list(tensor.shape)} {tensor.dtype} on {tensor.device}"
+            )
+
+    def _count(self, role: str, tensor: Tensor) -> None:
+        """Hold the tokens of a lane against the splits that the caller stated."""
+        stated = self._request.options.splits_of(role)
+        if stated is None:
+            return
+        if self._exchange is None:
+            rank, ranks = 0, 1
+        else:
+            rank, ranks = self._exchange.rank, self._exchange.world_size
+        if len(stated) != ranks:
+            raise InvalidInputError(
+                f"{self._here}splits were required to be one length for each of {ranks} ranks; received {stated}"
+            )
+        if tensor.shape[1] != stated[rank]:
+            whole = " (the whole sequence: was it not cut?)" if tensor.shape[1] == sum(stated) else ""
+            raise InvalidInputError(
+                f"{self._here}{role} was required to have {stated[rank]} tokens, as the splits {stated} say; "
+                f"received {tensor.shape[1]}{whole}"
             )
 
     # -- the result ------------------------------------------------------------------------------------------------
@@ -205,12 +200,20 @@ class Passage:
             assert call.plan is not None and self._exchange is not None
             lanes = {lane.role: lane for lane in call.plan.lanes}
             rank, device = self._exchange.rank, self._made["q"].device
-            heads = lanes["q"].wants[rank].heads
-            q_len, kv_len = (len(lanes[role].wants[rank].tokens) for role in ("q", "k"))
-            mask = self._whole_mask(q_len, kv_len)
-            if mask is not None and mask.shape[1] > 1:
-                mask = mask[:, heads.start : heads.stop]
+            q_len = len(lanes["q"].wants[rank].tokens)
+            kv_len = len(lanes["k"].wants[rank].tokens) if "k" in lanes else self._made["k"].shape[1]
+            work = Work(
+                self._request,
+                self._whole_mask(q_len, kv_len),
+                q_len,
+                kv_len,
+                call.heads.q_spans[rank],
+                call.heads.kv_spans[rank],
+                call.heads.group,
+            )
             out = call.plan.out
+            if not len(work.q_heads):
+                idle(rank, self._made["q"].shape[2], call.heads.q_spans)
             if kv_len == 0 or not math.prod(out.local_shape(rank)):
                 # Fewer heads than ranks, or no tokens: nothing to attend to.
                 shape = out.holds[rank].shape(self._layout, out.batch, out.head_dim)
@@ -218,39 +221,34 @@ class Passage:
             inputs.reader = type(self._backend).__name__
             if borrows(self._backend, device):
                 with scrutinized(inputs) if self._sanitize else nullcontext():
-                    result = self._forward(inputs, mask, q_len, kv_len)
+                    result = self._run(work, inputs)
                 inputs.check_output(result)
                 return result
             owned = inputs.own()
             inputs.release()
-            return self._forward(owned, mask, q_len, kv_len)
+            return self._run(work, owned)
 
     def _attend_alone(self) -> Tensor:
-        q_len, kv_len = self._made["q"].shape[1], self._made["k"].shape[1]
+        (_, q_len, heads, _), (_, kv_len, kv_heads, _) = self._made["q"].shape, self._made["k"].shape
+        splits = self._request.options.head_splits
+        if splits is not None:
+            Heads(1, Splits(tuple(splits))).seen(heads, kv_heads)
         mask = self._whole_mask(q_len, kv_len)
+        work = Work(
+            self._request, mask, q_len, kv_len, Span(0, heads), Span(0, kv_heads), heads // max(kv_heads, 1) or 1
+        )
         inputs = {role: as_nhd(tensor, self._layout) for role, tensor in self._made.items()}
-        return as_nhd(self._forward(inputs, mask, q_len, kv_len), self._layout)
+        return as_nhd(self._run(work, inputs), self._layout)
 
-    def _forward(self, inputs: Lease | dict[str, Tensor], mask: Tensor | None, q_len: int, kv_len: int) -> Tensor:
-        # Slots are named nowhere but in the call of the backend: a name here would keep them alive past the release.
-        options: dict[str, Any] = {"mask": mask, "scale": self._request.scale, "q_len": q_len, "kv_len": kv_len}
-        gates = [role for role in self._request.order if role.startswith(GATE)]
-        if gates:
-            options["gates"] = {role.removeprefix(GATE): inputs[role] for role in gates}
-        try:
-            out = self._backend.forward(*(inputs[role] for role in ROLES), **options)
-        except IthacaError:
-            raise
-        except Exception as error:
-            raise ClosureError(
-                f"{self._here}{type(self._backend).__name__} raised {type(error).__name__}: {error}"
-            ) from error
-        if not isinstance(out, Tensor):
-            raise ClosureError(
-                f"{self._here}{type(self._backend).__name__} was required to return a tensor; "
-                f"received {type(out).__name__}"
-            )
-        return out
+    def _run(self, work: Work, inputs: Lease | dict[str, Tensor]) -> Tensor:
+        """Attend. K and V that did not move are taken from what the caller gave."""
+
+        def lane(role: str) -> Tensor:
+            if self._call is None or role in self._request.moving:
+                return inputs[role]
+            return as_nhd(self._made[role][:, :, work.kv_heads.start : work.kv_heads.stop], self._layout)
+
+        return work.run(self._backend, lane, self._here)
 
     def _bring_home(self, out: Tensor, unowned: bool, project_out: Callable[[Tensor], Tensor] | None) -> Tensor:
         if project_out is None:

@@ -24,7 +24,9 @@ from ithaca.exchange.choice import EXCHANGES, exchange_for
 from ithaca.exchange.interface import Exchange
 from ithaca.plan import GATE
 from ithaca.strategies import compiled
-from ithaca.strategies.passage import Compute, Passage, Request
+from ithaca.strategies.options import Options
+from ithaca.strategies.passage import Compute, Passage
+from ithaca.strategies.request import Request
 
 
 class UlyssesAttention:
@@ -101,6 +103,10 @@ class UlyssesAttention:
         gates: Mapping[str, Tensor] | None = None,
         mask: Tensor | None = None,
         scale: float | None = None,
+        head_splits: Sequence[int] | None = None,
+        seq_splits: Sequence[int] | None = None,
+        kv_seq_splits: Sequence[int] | None = None,
+        kv_replicated: bool = False,
     ) -> Tensor:
         """Attention over the whole sequence.
 
@@ -108,12 +114,18 @@ class UlyssesAttention:
         and those of ``k`` and ``v`` from that of ``q``; ranks are in the order of their tokens. ``mask``: None, or the
         same tensor on every rank, ``[B, S_kv]`` or ``[B | 1, H | 1, S_q, S_kv]`` over the whole lengths, boolean (True
         takes part) or additive. ``gates``: by name, ``[B, S_local, H, D_gate]`` with the tokens of ``q``, for a backend
-        that takes them. Returns ``[B, S_local, H, D]``, owned by the caller.
+        that takes them. Returns ``[B, S_local, H, D_v]``, owned by the caller.
+
+        ``head_splits``: query heads of each rank, where the default will not do. ``seq_splits`` and ``kv_seq_splits``:
+        the tokens of Q, and of K and V, on each rank; what a rank holds is held against them. ``kv_replicated``: every
+        rank holds K and V whole, and not one byte of them moves. K and V may have fewer heads than Q (GQA), for a
+        backend that takes that; each rank is sent those that its queries need.
 
         Raises an `IthacaError` on every rank of the group, within the deadline, whatever the fault and wherever.
         """
         given = _lanes(q, k, v, gates)
-        request = self._request(None, gates, mask, scale)
+        options = Options(head_splits, seq_splits, kv_seq_splits, kv_replicated)
+        request = self._request(None, gates, mask, scale, options)
         if torch.compiler.is_compiling():
             return compiled.traced(self._tag, compiled.valid(request), given)
         with self._entered(request, given) as passage:
@@ -131,6 +143,10 @@ class UlyssesAttention:
         project_out: Callable[[Tensor], Tensor] | None = None,
         mask: Tensor | None = None,
         scale: float | None = None,
+        head_splits: Sequence[int] | None = None,
+        seq_splits: Sequence[int] | None = None,
+        kv_seq_splits: Sequence[int] | None = None,
+        kv_replicated: bool = False,
     ) -> Tensor:
         """The same, over tensors that are not there yet.
 
@@ -142,7 +158,8 @@ class UlyssesAttention:
         otherwise.
         """
         given = _lanes(compute_q, compute_k, compute_v, gates)
-        request = self._request(issue_order, gates, mask, scale)
+        options = Options(head_splits, seq_splits, kv_seq_splits, kv_replicated)
+        request = self._request(issue_order, gates, mask, scale, options)
         if torch.compiler.is_compiling():
             return compiled.traced_async(self._tag, compiled.valid(request), given, project_out)
         with self._entered(request, given) as passage:
@@ -167,11 +184,16 @@ class UlyssesAttention:
         return self.passage(request, self._device(given))
 
     def _request(
-        self, issue_order: Sequence[str] | None, gates: object, mask: Tensor | None, scale: float | None
+        self,
+        issue_order: Sequence[str] | None,
+        gates: object,
+        mask: Tensor | None,
+        scale: float | None,
+        options: Options,
     ) -> Request | InvalidInputError:
         """What is asked for, or what is wrong with it: the other ranks must learn of that inside the call."""
         try:
-            return Request.of(issue_order, gates, mask, scale)
+            return Request.of(issue_order, gates, mask, scale, options)
         except InvalidInputError as error:
             return error
 

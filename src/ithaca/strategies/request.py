@@ -1,0 +1,73 @@
+"""What is asked of a call beside the tensors of its lanes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ithaca.errors import InvalidInputError
+from ithaca.exchange.agreement import MAX_LANES, ROLE_NBYTES
+from ithaca.heads import KEYS
+from ithaca.plan import GATE, ROLES
+from ithaca.strategies.options import Options
+
+_GATE_NAME_NBYTES, _MOST_GATES = ROLE_NBYTES - len(GATE), MAX_LANES - len(ROLES)
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked of a call beside its tensors: the lanes in issue order, and what every rank must say alike."""
+
+    order: tuple[str, ...]
+    mask: Tensor | None = None
+    scale: float | None = None
+    options: Options = Options()  # noqa: RUF009
+
+    @classmethod
+    def of(
+        cls, issue_order: Sequence[str] | None, gates: object, mask: object, scale: object, options: Options
+    ) -> Request:
+        """Checked as far as it can be without a tensor of the call. Gates leave after V where nothing else is said."""
+        if not isinstance(gates, Mapping | None) or len(gates or ()) > _MOST_GATES:
+            raise InvalidInputError(
+                f"gates were required to be at most {_MOST_GATES} tensors by name; received {gates!r}"
+            )
+        gates = gates or {}
+        if any(not isinstance(name, str) or not 0 < len(name.encode()) <= _GATE_NAME_NBYTES for name in gates):
+            raise InvalidInputError(
+                f"names of gates were required to have 1 to {_GATE_NAME_NBYTES} bytes; received {[*gates]}"
+            )
+        roles = (*ROLES, *(GATE + name for name in gates))
+        order = ("v", *roles[3:], "q", "k") if issue_order is None else issue_order
+        if not isinstance(order, Sequence) or sorted(map(str, order)) != sorted(roles):
+            raise InvalidInputError(f"issue_order was required to be a permutation of {roles}; received {order!r}")
+        if not (mask is None or isinstance(mask, Tensor)) or not (scale is None or isinstance(scale, int | float)):
+            raise InvalidInputError(
+                f"mask was required to be a tensor or None, and scale a number or None; "
+                f"received {type(mask).__name__} and {type(scale).__name__}"
+            )
+        options.check()
+        return cls(tuple(order), mask, None if scale is None else float(scale), options)
+
+    def encode(self) -> str:
+        """All but the mask and the scale as text, for a compiled graph."""
+        return f"{','.join(self.order)}/{self.options.encode()}"
+
+    @classmethod
+    def decode(cls, text: str, mask: Tensor | None, scale: float | None) -> Request:
+        order, _, options = text.partition("/")
+        return cls(tuple(order.split(",")), mask, scale, Options.decode(options))
+
+    @property
+    def moving(self) -> tuple[str, ...]:
+        """The lanes that go to other ranks."""
+        return tuple(role for role in self.order if role not in KEYS or not self.options.kv_replicated)
+
+    @property
+    def terms(self) -> str:
+        """What must be equal on all ranks beside the lanes, as text."""
+        mask = self.mask
+        masked = "none" if mask is None else f"{str(mask.dtype).removeprefix('torch.')}{[*mask.shape]}"
+        return f"scale {self.scale}, mask {masked}{self.options.terms}"

@@ -1,0 +1,44 @@
+"""What can be asked for in eager code can be in compiled code, with the same result."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch._dynamo
+from conftest import Run
+from test_shapes import Shape, call, held
+from torch import Tensor
+
+from ithaca import SdpaBackend, UlyssesAttention
+
+pytestmark = [pytest.mark.full, pytest.mark.timeout(300)]
+
+SHAPES = [
+    Shape((3, 5), heads=6, kv_heads=2),
+    Shape((3, 5), heads=9, kv_heads=3, options={"head_splits": (2, 7)}),
+    Shape((3, 5), (6,), heads=6, kv_heads=2, whole_kv=True),
+    Shape((3, 5), (4, 2), v_dim=4, options={"seq_splits": (3, 5), "kv_seq_splits": (4, 2)}),
+]
+
+
+def compiled(rank: int, exchange: str) -> None:
+    attn = UlyssesAttention(SdpaBackend(), exchange=exchange)
+    for shape in SHAPES:
+        for mode in ("sync", "vqk"):
+            torch._dynamo.reset()
+            case = replace(shape, mode=mode)
+
+            def run(q: Tensor, k: Tensor, v: Tensor, case: Shape = case) -> Tensor:
+                return call(attn, case, q + 1, k + 1, v + 1)
+
+            pieces = held(rank, case)
+            with torch.no_grad():
+                fast = torch.compile(run, fullgraph=True)(*pieces)
+                torch.testing.assert_close(fast, run(*pieces), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("exchange", ["slots", "collective"])
+def test_compiled_shapes(on_ranks: Run, exchange: str) -> None:
+    on_ranks(2, compiled, exchange, timeout=240)
