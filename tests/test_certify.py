@@ -36,7 +36,9 @@ pytestmark = pytest.mark.fast
 def test_a_good_backend_passes(backend: AttentionBackend) -> None:
     certificate = certify(backend)
     assert certificate.passed, [r for r in certificate.results if r.error]
-    assert len(certificate.results) == 4 * 2 * 3 * 4  # dtypes, batches, lengths, masks
+    assert len(certificate.results) == 4 * 2 * 3 * (
+        3 * 4 + 1
+    )  # dtypes, batches, heads of K; lengths by masks, and causal
     assert all(result.difference is not None for result in certificate.results)
     assert {result.case.layout for result in certificate.results} == {backend.capabilities.layout.value}
 

@@ -15,6 +15,8 @@ from ithaca.geometry import Span, Splits
 
 #: The lanes whose heads several queries may share.
 KEYS = ("k", "v")
+#: The lane of a mask of which each rank holds a shard. It leaves with Q or after it.
+MASK = "mask"
 
 
 @dataclass(frozen=True)
@@ -96,9 +98,15 @@ def shared_out(q: int, kv: int, ranks: int) -> Splits:
 def wanted(known: Heads, lanes: tuple[tuple[str, int], ...]) -> tuple[Heads, tuple[tuple[Span, ...], ...]]:
     """For lanes that leave together, as role and heads: what is known then, and the heads that each rank wants."""
     keys = [heads for role, heads in lanes if role in KEYS]
-    queries = [heads for role, heads in lanes if role not in KEYS]
+    queries = [heads for role, heads in lanes if role not in (*KEYS, MASK)]
     known = known.seen(queries[0] if queries else None, keys[0] if keys else None)
-    return known, tuple(known.kv_spans if role in KEYS else known.q_spans for role, _ in lanes)
+
+    def of(role: str, heads: int) -> tuple[Span, ...]:
+        if role == MASK and heads != known.q:
+            return (Span(0, heads),) * known.ranks  # one for all heads
+        return known.kv_spans if role in KEYS else known.q_spans
+
+    return known, tuple(of(role, heads) for role, heads in lanes)
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,8 @@ from ithaca.geometry import Layout
 class Capabilities:
     """What one *instance* of a backend can do, from its resolved configuration.
 
-    ``gates`` names those that it takes: it is given the keyword ``gates`` only where the caller has some.
+    ``gates`` names those that it takes: it is given the keyword ``gates`` only where the caller has some, and
+    ``causal=True`` only where that was asked for.
     ``accepts_unowned_inputs``: the backend may be handed memory that PyTorch does not own and that peers write again
     as soon as `forward` has returned. It then must not keep, save, return or write an input, nor read one later. Only
     True itself counts.
@@ -38,6 +39,7 @@ class Capabilities:
     fused_qkv: bool = False
     gqa: bool = False
     masks: bool = False
+    causal: bool = False
     gates: frozenset[str] = frozenset()
     accepts_unowned_inputs: bool = False
     #: CUDA allocators under which the promise was shown to hold: what a stream record does to memory depends on them.
@@ -93,6 +95,9 @@ class AttentionBackend(ABC):
         boolean (True takes part) or additive. ``scale`` defaults to ``head_dim ** -0.5``. Returns the layout, batch,
         heads and tokens of ``q`` with the head dim of ``v``, in memory that is not an input's.
 
+        A backend that can be ``causal`` also takes that keyword: with True, key ``j`` takes part for query ``i`` only
+        if ``j <= i``, beside what the mask says; there are as many of one as of the other.
+
         A backend whose capabilities name gates also takes ``gates``, a mapping of tensors with the layout, batch, heads
         and tokens of ``q``, each with a last dim of its own.
         """
@@ -106,6 +111,7 @@ class AttentionBackend(ABC):
         mask: Tensor | None = None,
         scale: float | None = None,
         gates: Mapping[str, Tensor] | None = None,
+        causal: bool = False,
     ) -> Tensor:
         """What `forward` computes, written plainly over NHD: the certificate holds `forward` against it in float64.
 
@@ -115,7 +121,7 @@ class AttentionBackend(ABC):
             raise UnsupportedError(
                 f"{type(self).__name__} was required to say what its gates do, in `reference`, to be certified"
             )
-        return dense_attention(q, k, v, mask=mask, scale=scale)
+        return dense_attention(q, k, v, mask=mask, scale=scale, causal=causal)
 
 
 def borrows(backend: AttentionBackend, device: torch.device) -> bool:

@@ -80,7 +80,7 @@ def push(clock: Tensor, source: Tensor, tag: Tensor, role: str) -> None:
 
 
 def finish(clock: Tensor, sources: list[Tensor], tag: Tensor, request: str, mask: Tensor | None) -> Tensor:
-    """Wait for all lanes, attend and bring home; ``sources`` are those of the request's order, and free again."""
+    """Wait for all lanes, attend and bring home; ``sources`` are what the request says is given, and free again."""
     number = _ticked(clock, tag)
     passage = _under_way(number)
     try:
@@ -100,7 +100,7 @@ def attend(
     number, asked = _ticked(clock, tag), Request.decode(request, mask, scale)
     leave(tag, left_in_the_middle())
     with _owners[number].passage(asked, sources[0].device) as passage:
-        passage.push(dict(zip(asked.order, sources, strict=True)))
+        passage.push(dict(zip(asked.given, sources, strict=True)))
         return passage.finish().contiguous()
 
 
@@ -137,7 +137,7 @@ def _nothing(*args: object) -> None:
 
 def _home(sources: Sequence[Tensor], request: str) -> Tensor:
     """Queries with the head dim of the values. What is wrong with them is said at run time, on all ranks."""
-    role = dict(zip(Request.decode(request, None, None).order, sources, strict=True))
+    role = dict(zip(Request.decode(request, None, None).given, sources, strict=True))
     q, v = role["q"], role["v"]
     return q.new_empty((*q.shape[:-1], v.shape[-1]))
 
@@ -165,7 +165,7 @@ def traced_async(
     text = request.encode()
     BEGIN(THE_CLOCK, tag, text, request.mask, request.scale)
     sources = []
-    for role in request.order:
+    for role in request.given:
         given = computes[role]
         source = _without_grad(role, given if isinstance(given, Tensor) else given())
         PUSH(THE_CLOCK, source, tag, role)
@@ -176,7 +176,7 @@ def traced_async(
 
 def traced(tag: Tensor, request: Request, tensors: Mapping[str, Tensor]) -> Tensor:
     """`UlyssesAttention.__call__`, for the tracer."""
-    sources = [_without_grad(role, tensors[role]) for role in request.order]
+    sources = [_without_grad(role, tensors[role]) for role in request.given]
     out: Tensor = ATTEND(THE_CLOCK, sources, tag, request.encode(), request.mask, request.scale)
     return out
 

@@ -25,7 +25,7 @@ log = logging.getLogger("ithaca")
 class Work:
     """What to attend to: whole lengths, and this rank's heads of Q and of K and V.
 
-    ``mask`` has four dims and all heads, or one.
+    ``mask`` has four dims, and as many heads as this rank, or one.
     """
 
     request: Request
@@ -70,6 +70,8 @@ class Work:
             "q_len": self.q_len,
             "kv_len": self.kv_len,
         }
+        if self.request.options.causal:
+            options["causal"] = True
         gates = [role for role in self.request.order if role.startswith(GATE)]
         if gates:
             options["gates"] = {role.removeprefix(GATE): cut(role) for role in gates}
@@ -87,8 +89,7 @@ class Work:
     def _mask(self, part: Segment | None) -> Tensor | None:
         if self.mask is None or self.mask.shape[1] == 1:
             return self.mask
-        mine = self.mask[:, self.q_heads.start : self.q_heads.stop]
-        return mine if part is None else mine[:, part.q]
+        return self.mask if part is None else self.mask[:, part.q]
 
 
 @lru_cache(maxsize=256)

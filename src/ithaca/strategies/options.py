@@ -11,6 +11,8 @@ from ithaca.heads import KEYS
 
 Sizes = tuple[int, ...]
 
+_LISTS = ("head_splits", "seq_splits", "kv_seq_splits")
+_FLAGS = ("kv_replicated", "mask_sharded", "causal")
 #: Longer lists than this are told by their sum and a checksum.
 _LONGEST = 24
 
@@ -23,16 +25,19 @@ class Options:
     seq_splits: Sequence[int] | None = None
     kv_seq_splits: Sequence[int] | None = None
     kv_replicated: bool = False
+    mask_sharded: bool = False
+    causal: bool = False
 
     def check(self) -> None:
-        for name in ("head_splits", "seq_splits", "kv_seq_splits"):
+        for name in _LISTS:
             sizes = getattr(self, name)
             if sizes is not None and not (
                 isinstance(sizes, list | tuple) and sizes and all(type(n) is int and n >= 0 for n in sizes)
             ):
                 raise InvalidInputError(f"{name} was required to be one number >= 0 a rank; received {sizes!r}")
-        if not isinstance(self.kv_replicated, bool):
-            raise InvalidInputError(f"kv_replicated was required to be True or False; received {self.kv_replicated!r}")
+        for name in _FLAGS:
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidInputError(f"{name} was required to be True or False; received {getattr(self, name)!r}")
         if self.kv_replicated and self.kv_seq_splits is not None:
             raise InvalidInputError("kv_seq_splits were received for keys that every rank was said to hold whole")
 
@@ -46,21 +51,22 @@ class Options:
     def terms(self) -> str:
         """Text for the agreement of the ranks; nothing where nothing is asked for."""
         said = ""
-        for name in ("head_splits", "seq_splits", "kv_seq_splits"):
+        for name in _LISTS:
             sizes = getattr(self, name)
             said += "" if sizes is None else f", {name} {_short(sizes)}"
-        return said + (", K and V whole" if self.kv_replicated else "")
+        return said + "".join(f", {name}" for name in _FLAGS if getattr(self, name))
 
     def encode(self) -> str:
         """As text, for a compiled graph."""
         lists = (self.head_splits, self.seq_splits, self.kv_seq_splits)
-        return "/".join([*("" if s is None else ",".join(map(str, s)) for s in lists), str(int(self.kv_replicated))])
+        flags = (self.kv_replicated, self.mask_sharded, self.causal)
+        return "/".join([*("" if s is None else ",".join(map(str, s)) for s in lists), *(str(int(f)) for f in flags)])
 
     @classmethod
     def decode(cls, text: str) -> Options:
-        *lists, replicated = text.split("/")
-        heads, tokens, keys = (tuple(map(int, s.split(","))) if s else None for s in lists)
-        return cls(heads, tokens, keys, replicated == "1")
+        values = text.split("/")
+        heads, tokens, keys = (tuple(map(int, s.split(","))) if s else None for s in values[:3])
+        return cls(heads, tokens, keys, *(flag == "1" for flag in values[3:]))
 
 
 def _short(sizes: Sequence[int]) -> str:

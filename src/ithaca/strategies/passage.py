@@ -17,8 +17,9 @@ from ithaca.exchange.interface import Call, Exchange
 from ithaca.exchange.lease import Lease
 from ithaca.exchange.scrutiny import scrutinized
 from ithaca.geometry import Layout, Span, Splits
-from ithaca.heads import KEYS, Heads
+from ithaca.heads import KEYS, MASK, Heads
 from ithaca.plan import GATE, OUT, as_nhd
+from ithaca.strategies import masks
 from ithaca.strategies.local import Work, idle
 from ithaca.strategies.request import Request
 
@@ -81,7 +82,8 @@ class Passage:
 
     @property
     def order(self) -> tuple[str, ...]:
-        return self._request.order
+        """What is to be pushed, in this order."""
+        return self._request.given
 
     def see(self, mask: Tensor | None) -> None:
         """Attend with this mask, which is equal to that of the request."""
@@ -93,6 +95,11 @@ class Passage:
         """Send lanes on their way, under one agreement: tensors ``[B, S_local, H, D]``, or closures that make them."""
         lanes = {}
         for role, what in given.items():
+            if role == MASK:
+                if self._call is not None:
+                    assert isinstance(what, Tensor)
+                    lanes[role] = masks.shard(what, self._made["q"], self._made["k"], self._here)
+                continue
             tensor = self._made[role] = self._checked(role, self._computed(role, what))
             if role in self._request.moving:
                 lanes[role] = tensor
@@ -139,6 +146,8 @@ class Passage:
         self._count(role, tensor)
         if self._request.mask is not None and not capabilities.masks:
             raise UnsupportedError(f"{self._here}{name} takes no mask, and none is ever dropped")
+        if self._request.options.causal and not capabilities.causal:
+            raise UnsupportedError(f"{self._here}{name} was required to attend causally, and cannot")
         if role.startswith(GATE) and role.removeprefix(GATE) not in capabilities.gates:
             raise UnsupportedError(
                 f"{self._here}{name} was required to take the gate {role.removeprefix(GATE)!r}; "
@@ -204,7 +213,7 @@ class Passage:
             kv_len = len(lanes["k"].wants[rank].tokens) if "k" in lanes else self._made["k"].shape[1]
             work = Work(
                 self._request,
-                self._whole_mask(q_len, kv_len),
+                self._mask(inputs, q_len, kv_len, call.heads.q_spans[rank]),
                 q_len,
                 kv_len,
                 call.heads.q_spans[rank],
@@ -233,7 +242,7 @@ class Passage:
         splits = self._request.options.head_splits
         if splits is not None:
             Heads(1, Splits(tuple(splits))).seen(heads, kv_heads)
-        mask = self._whole_mask(q_len, kv_len)
+        mask = self._mask(None, q_len, kv_len, Span(0, heads))
         work = Work(
             self._request, mask, q_len, kv_len, Span(0, heads), Span(0, kv_heads), heads // max(kv_heads, 1) or 1
         )
@@ -269,22 +278,16 @@ class Passage:
             )
         return result
 
-    def _whole_mask(self, q_len: int, kv_len: int) -> Tensor | None:
-        """The mask in four dims, checked against the whole lengths."""
-        mask = self._request.mask
-        if mask is None:
-            return None
-        batch, _, heads, _ = self._made["q"].shape
-        whole = mask[:, None, None, :] if mask.dim() == 2 else mask
-        fits = whole.dim() == 4 and all(
-            size == full or (size == 1 and may_be_one)
-            for size, full, may_be_one in zip(
-                whole.shape, (batch, heads, q_len, kv_len), (True, True, mask.dim() == 2, False), strict=True
-            )
-        )
-        if not fits:
+    def _mask(self, inputs: Lease | None, q_len: int, kv_len: int, heads: Span) -> Tensor | None:
+        """The mask of this rank's heads, in four dims."""
+        given, q = self._request.mask, self._made["q"]
+        if self._request.options.causal and q_len != kv_len:
             raise InvalidInputError(
-                f"{self._here}a mask was required to be [{batch}, {kv_len}] or "
-                f"[{batch}|1, {heads}|1, {q_len}, {kv_len}]; received {list(mask.shape)}"
+                f"{self._here}causal attention was required to have as many keys as queries; "
+                f"received {q_len} queries and {kv_len} keys"
             )
-        return whole
+        if given is None:
+            return None
+        if inputs is not None and self._request.options.mask_sharded:
+            return masks.arrived(inputs[MASK].clone(), self._layout, given.dim() == 2)
+        return masks.whole(given, q.shape[0], q.shape[2], q_len, kv_len, self._here, heads)

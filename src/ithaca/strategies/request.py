@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ithaca.errors import InvalidInputError
 from ithaca.exchange.agreement import MAX_LANES, ROLE_NBYTES
-from ithaca.heads import KEYS
+from ithaca.heads import KEYS, MASK
 from ithaca.plan import GATE, ROLES
 from ithaca.strategies.options import Options
 
@@ -49,6 +49,8 @@ class Request:
                 f"received {type(mask).__name__} and {type(scale).__name__}"
             )
         options.check()
+        if options.mask_sharded and mask is None:
+            raise InvalidInputError("a mask was required of which this rank holds a shard; received None")
         return cls(tuple(order), mask, None if scale is None else float(scale), options)
 
     def encode(self) -> str:
@@ -63,11 +65,18 @@ class Request:
     @property
     def moving(self) -> tuple[str, ...]:
         """The lanes that go to other ranks."""
-        return tuple(role for role in self.order if role not in KEYS or not self.options.kv_replicated)
+        return tuple(role for role in self.given if role not in KEYS or not self.options.kv_replicated)
+
+    @property
+    def given(self) -> tuple[str, ...]:
+        """What the caller gives, in issue order: a mask's shard is checked against the rest, and comes last."""
+        return (*self.order, MASK) if self.options.mask_sharded else self.order
 
     @property
     def terms(self) -> str:
         """What must be equal on all ranks beside the lanes, as text."""
         mask = self.mask
         masked = "none" if mask is None else f"{str(mask.dtype).removeprefix('torch.')}{[*mask.shape]}"
+        if self.options.mask_sharded:
+            masked = "in shards"
         return f"scale {self.scale}, mask {masked}{self.options.terms}"

@@ -22,6 +22,7 @@ from ithaca.backends.interface import AttentionBackend
 from ithaca.errors import InvalidInputError, UnsupportedError
 from ithaca.exchange.choice import EXCHANGES, exchange_for
 from ithaca.exchange.interface import Exchange
+from ithaca.heads import MASK
 from ithaca.plan import GATE
 from ithaca.strategies import compiled
 from ithaca.strategies.options import Options
@@ -107,6 +108,8 @@ class UlyssesAttention:
         seq_splits: Sequence[int] | None = None,
         kv_seq_splits: Sequence[int] | None = None,
         kv_replicated: bool = False,
+        mask_sharded: bool = False,
+        causal: bool = False,
     ) -> Tensor:
         """Attention over the whole sequence.
 
@@ -119,12 +122,15 @@ class UlyssesAttention:
         ``head_splits``: query heads of each rank, where the default will not do. ``seq_splits`` and ``kv_seq_splits``:
         the tokens of Q, and of K and V, on each rank; what a rank holds is held against them. ``kv_replicated``: every
         rank holds K and V whole, and not one byte of them moves. K and V may have fewer heads than Q (GQA), for a
-        backend that takes that; each rank is sent those that its queries need.
+        backend that takes that; each rank is sent those that its queries need. ``mask_sharded``: the mask is this
+        rank's shard, ``[B | 1, S_kv_local]`` of its keys or ``[B | 1, H | 1, S_local, S_kv]`` of its queries, and
+        moves like a lane. ``causal``: a key takes part only for queries that do not come before it; there must be as
+        many of one as of the other.
 
         Raises an `IthacaError` on every rank of the group, within the deadline, whatever the fault and wherever.
         """
-        given = _lanes(q, k, v, gates)
-        options = Options(head_splits, seq_splits, kv_seq_splits, kv_replicated)
+        given = _lanes(q, k, v, gates, mask)
+        options = Options(head_splits, seq_splits, kv_seq_splits, kv_replicated, mask_sharded, causal)
         request = self._request(None, gates, mask, scale, options)
         if torch.compiler.is_compiling():
             return compiled.traced(self._tag, compiled.valid(request), given)
@@ -147,6 +153,8 @@ class UlyssesAttention:
         seq_splits: Sequence[int] | None = None,
         kv_seq_splits: Sequence[int] | None = None,
         kv_replicated: bool = False,
+        mask_sharded: bool = False,
+        causal: bool = False,
     ) -> Tensor:
         """The same, over tensors that are not there yet.
 
@@ -157,8 +165,8 @@ class UlyssesAttention:
         result, which must not share memory with them, is returned: that saves the copy that the caller would get
         otherwise.
         """
-        given = _lanes(compute_q, compute_k, compute_v, gates)
-        options = Options(head_splits, seq_splits, kv_seq_splits, kv_replicated)
+        given = _lanes(compute_q, compute_k, compute_v, gates, mask)
+        options = Options(head_splits, seq_splits, kv_seq_splits, kv_replicated, mask_sharded, causal)
         request = self._request(issue_order, gates, mask, scale, options)
         if torch.compiler.is_compiling():
             return compiled.traced_async(self._tag, compiled.valid(request), given, project_out)
@@ -212,7 +220,7 @@ class UlyssesAttention:
         return self._exchange
 
 
-def _lanes(q: Any, k: Any, v: Any, gates: Any) -> dict[str, Any]:
+def _lanes(q: Any, k: Any, v: Any, gates: Any, mask: Any) -> dict[str, Any]:
     """What was given for each lane, by role."""
     named = gates.items() if isinstance(gates, Mapping) else ()
-    return {"q": q, "k": k, "v": v, **{f"{GATE}{name}": gate for name, gate in named}}
+    return {"q": q, "k": k, "v": v, MASK: mask, **{f"{GATE}{name}": gate for name, gate in named}}

@@ -95,12 +95,14 @@ def certify(backend: AttentionBackend, *, after_poison: Callable[[], None] = lam
 def cases(capabilities: Capabilities) -> Iterator[Case]:
     """Every configuration that follows from what a backend says of itself."""
     dtypes = [dtype for dtype in TOLERANCE if dtype in capabilities.dtypes]
-    masks = _MASKS if capabilities.masks else _MASKS[:1]
+    masks = (*(_MASKS if capabilities.masks else _MASKS[:1]), *(("causal",) if capabilities.causal else ()))
     kv_heads = (_HEADS, 2, 1) if capabilities.gqa else (_HEADS,)
     gate_dims = (0, 1, _HEAD_DIM) if capabilities.gates else (0,)
     for dtype, batch, (q_len, kv_len), heads, mask, gate_dim in product(
         dtypes, (1, 3), ((17, 17), (5, 33), (64, 1)), kv_heads, masks, gate_dims
     ):
+        if mask == "causal" and q_len != kv_len:
+            continue
         name = str(dtype).removeprefix("torch.")
         yield Case(name, batch, q_len, kv_len, heads, mask, capabilities.layout.value, gate_dim)
 
@@ -136,10 +138,12 @@ def _difference(backend: AttentionBackend, case: Case, after_poison: Callable[[]
         for role, shape in shapes.items()
     }
     mask = _mask(case, generator, dtype)
+    causal: dict[str, Any] = {"causal": True} if case.mask == "causal" else {}
     expected = backend.reference(
         *(nhd[role].double() for role in ROLES),
         mask=mask if mask is None or mask.dtype is torch.bool else mask.double(),
         gates={role.removeprefix(GATE): gate.double() for role, gate in nhd.items() if role not in ROLES},
+        **causal,
     )
 
     memory: dict[str, mmap.mmap] = {}
@@ -174,6 +178,8 @@ def _difference(backend: AttentionBackend, case: Case, after_poison: Callable[[]
 def _attend(backend: AttentionBackend, lease: Lease, mask: Tensor | None, case: Case) -> Tensor:
     """A frame of its own: a name for a slot in one that goes on would keep it alive."""
     options: dict[str, Any] = {"mask": mask, "scale": None, "q_len": case.q_len, "kv_len": case.kv_len}
+    if case.mask == "causal":
+        options["causal"] = True
     if case.gate_dim:
         options["gates"] = {name: lease[GATE + name] for name in backend.capabilities.gates}
     with scrutinized(lease):
@@ -181,7 +187,7 @@ def _attend(backend: AttentionBackend, lease: Lease, mask: Tensor | None, case: 
 
 
 def _mask(case: Case, generator: torch.Generator, dtype: torch.dtype) -> Tensor | None:
-    if case.mask == "none":
+    if case.mask in ("none", "causal"):
         return None
     if case.mask == "additive":
         return torch.randn(case.batch, _HEADS, case.q_len, case.kv_len, generator=generator).to(dtype)

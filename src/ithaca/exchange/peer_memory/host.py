@@ -24,13 +24,15 @@ from torch import Tensor
 from torch.distributed import Store
 
 from ithaca import errors
-from ithaca.errors import ExchangeClosedError, GrowthError, PeerDiedError, PeerTimeoutError
+from ithaca.errors import ExchangeClosedError, GrowthError, IthacaError, PeerDiedError, PeerTimeoutError
 from ithaca.exchange.peer_memory.handshake import Peer, connect_peers
 from ithaca.exchange.peer_memory.interface import Message, PeerMemory, Signal, Wait
 from ithaca.exchange.peer_memory.segment import Segment, allocate
 from ithaca.plan import aligned
 
 _MESSAGE_NBYTES = 4096
+#: Longest that a rank past its deadline listens for why the late one is late, in seconds.
+_LISTEN = 0.5
 _HEADER, _GROWTH, _MAPPED, _ABORT = b"H", b"G", b"M", b"A"
 _MOST = 2**62
 _GROWTH_FORMAT = struct.Struct("<16sqq?")  # role, generation, capacity, whether this rank could
@@ -221,12 +223,33 @@ class HostPeerMemory(PeerMemory):
                 return True
             remaining = deadline - time.monotonic() if block else 0.0
             if block and remaining <= 0:
-                raise PeerTimeoutError(
-                    f"rank {self.rank} waited {self.timeout:g} s for {wait.expecting()} "
-                    f"from rank(s) {sorted(wait.pending)}"
-                )
+                raise self._late(wait)
             if not self._poll(wait, remaining) and not block:
                 return False
+
+    def _late(self, wait: Wait) -> PeerTimeoutError:
+        """The error of a wait that is past its deadline.
+
+        Who is late may only be waiting for another: two ranks whose deadlines end together tell each other, and listen.
+        """
+        text = f"rank {self.rank} waited {self.timeout:g} s for {wait.expecting()} from rank(s) {sorted(wait.pending)}"
+        self.abort(PeerTimeoutError(text))
+        listening = {self._peers[r].socket.fileno(): r for r in wait.pending if r in self._peers}
+        until = time.monotonic() + min(_LISTEN, self.timeout / 10)
+        while listening and (seconds := until - time.monotonic()) > 0:
+            poller = select.poll()
+            for fd in listening:
+                poller.register(fd, select.POLLIN)
+            for fd, _ in poller.poll(seconds * 1000):
+                rank = listening[fd]
+                try:
+                    self._receive(rank)
+                except IthacaError as theirs:
+                    text += f"; {theirs}"
+                    self._hung_up.add(rank)
+                if rank in self._hung_up:
+                    del listening[fd]
+        return PeerTimeoutError(text)
 
     def _take(self, wait: Wait) -> None:
         if self._ended:
