@@ -46,7 +46,7 @@ def test_a_good_backend_passes(backend: AttentionBackend) -> None:
 def test_gates_are_tried_and_held_against_what_the_backend_says_of_them() -> None:
     certificate = certify(GatedBackend())
     assert certificate.passed, [r for r in certificate.results if r.error]
-    assert len(certificate.results) == 4 * 2 * 3 * 4 * 3
+    assert len(certificate.results) == 4 * 2 * 3 * (3 * 4 + 1) * 3
     assert {result.case.gate_dim for result in certificate.results} == {0, 1, 32}
     for kind, words in ((Silent, "was required to say what its gates do"), (DropsGates, "within")):
         certificate = certify(kind())

@@ -86,7 +86,7 @@ def masked(rank: int, exchange: str, nhd: bool, asynchronous: bool) -> None:
             attn.forward_async(lambda q=q: q, lambda k=k: k, lambda v=v: v, **options)
             if asynchronous
             else attn(q, k, v, **options)
-        )  # type: ignore[misc]  # noqa: E501
+        )  # type: ignore[misc]
         assert out.isfinite().all(), case
         assert out.numel() == 0 or (out.double() - expected).abs().max() < 1e-5, case
 

@@ -239,7 +239,7 @@ def refused(rank: int, exchange: str, how: str) -> str:
         ("splits that are text", "seq_splits was required to be one number >= 0 a rank; received '3-5'"),
         ("both", "kv_seq_splits were received for keys that every rank was said to hold whole"),
         ("text that differs", "PlanMismatchError.*out of plan"),
-        ("whole here, cut there", "PlanMismatchError.*K and V whole"),
+        ("whole here, cut there", "PlanMismatchError.*kv_replicated"),
     ],
 )
 def test_what_cannot_be_is_refused_on_every_rank(on_ranks: Run, exchange: str, how: str, says: str) -> None:

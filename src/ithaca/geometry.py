@@ -7,6 +7,7 @@ with what `d` wants. Ulysses' two turns, a gather, replicated heads and uneven s
 
 from __future__ import annotations
 
+import builtins
 from dataclasses import dataclass
 from enum import Enum
 from itertools import accumulate
@@ -45,9 +46,13 @@ class Span:
         start = max(self.start, other.start)
         return Span(start, max(start, min(self.stop, other.stop)))
 
-    def within(self, outer: Span) -> slice:
+    @property
+    def slice(self) -> builtins.slice:
+        return builtins.slice(self.start, self.stop)
+
+    def within(self, outer: Span) -> builtins.slice:
         """This span in the coordinates of ``outer``, which holds it."""
-        return slice(self.start - outer.start, self.stop - outer.start)
+        return builtins.slice(self.start - outer.start, self.stop - outer.start)
 
 
 @dataclass(frozen=True)
@@ -78,6 +83,26 @@ class Splits:
     def spans(self) -> tuple[Span, ...]:
         ends = tuple(accumulate(self.sizes))
         return tuple(Span(end - size, end) for size, end in zip(self.sizes, ends, strict=True))
+
+
+@dataclass(frozen=True)
+class Text:
+    """Tokens that every rank holds whole, before or after the sharded ones: MM-DiT's text (arXiv:2403.03206).
+
+    On a rank they come before its own tokens, or after them, just as in the whole sequence.
+    """
+
+    tokens: int = 0
+    first: bool = True
+
+    def span(self, others: int) -> Span:
+        """Where they are, beside so many other tokens."""
+        return Span(0, self.tokens) if self.first else Span(others, others + self.tokens)
+
+    def rest(self, others: int) -> Span:
+        """Where the others are."""
+        start = self.tokens if self.first else 0
+        return Span(start, start + others)
 
 
 @dataclass(frozen=True)

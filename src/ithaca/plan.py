@@ -14,12 +14,14 @@ from functools import cached_property, lru_cache
 import torch
 
 from ithaca.errors import InvalidInputError
-from ithaca.geometry import Block, Layout, Span, Splits
+from ithaca.geometry import Block, Layout, Span, Splits, Text
 
 #: The lanes of every attention call, beside its gates.
 ROLES = ("q", "k", "v")
 #: The lane that brings the heads home.
 OUT = "out"
+#: The lane that brings the heads of the text home, to everybody.
+TEXT_OUT = "out.text"
 #: What the roles of gates begin with.
 GATE = "gate."
 #: Pieces of receive memory start on such boundaries: a shift of 12 bytes changes the bits of fp32 SDPA.
@@ -33,7 +35,8 @@ class Lane:
     """One tensor of a call on its way between ranks: what each holds before and wants after.
 
     ``layout`` is that of the receiver's slot. ``holds[r]`` and ``wants[r]`` are rank ``r``'s rectangles of the
-    global grid of tokens by heads.
+    global grid of tokens by heads. ``text`` is what every rank holds beside its rectangle: each puts what it wants of
+    that into its own slot, and none of it moves.
     """
 
     role: str
@@ -43,6 +46,7 @@ class Lane:
     head_dim: int
     holds: tuple[Block, ...]
     wants: tuple[Block, ...]
+    text: Text = Text()  # noqa: RUF009
 
     def __post_init__(self) -> None:
         if len(self.holds) != len(self.wants) or self.batch < 0 or self.head_dim < 0:
@@ -61,39 +65,49 @@ class Lane:
         tokens: Splits,
         heads: int,
         wanted: tuple[Span, ...],
+        text: Text = Text(),  # noqa: B008
     ) -> Lane:
         """Ulysses' first turn: my tokens of all heads become all tokens of my heads (arXiv:2309.14509).
 
         ``wanted``: the heads of each rank. Several ranks may want one, and where all want all it is a gather.
         """
+        before = text.rest(0).start
+        whole = Span(0, tokens.total + text.tokens)
         return cls(
             role=role,
             dtype=dtype,
             layout=layout,
             batch=batch,
             head_dim=head_dim,
-            holds=tuple(Block(mine, Span(0, heads)) for mine in tokens.spans),
-            wants=tuple(Block(tokens.whole, mine) for mine in wanted),
+            holds=tuple(Block(Span(before + s.start, before + s.stop), Span(0, heads)) for s in tokens.spans),
+            wants=tuple(Block(whole, mine) for mine in wanted),
+            text=text,
         )
 
-    def homeward(self, head_dim: int) -> Lane:
-        """The output lane of a call whose queries took this one: the same turn, back, into NHD."""
-        return Lane(
-            role=OUT,
-            dtype=self.dtype,
-            layout=Layout.NHD,
-            batch=self.batch,
-            head_dim=head_dim,
-            holds=self.wants,
-            wants=self.holds,
-        )
+    def homeward(self, head_dim: int) -> tuple[Lane, ...]:
+        """The output lanes of a call whose queries took this one: the same turn, back, into NHD.
+
+        Two where there is text: that one brings all heads of it to every rank.
+        """
+        others = sum(len(held.tokens) for held in self.holds)
+        heads = self.holds[0].heads
+
+        def lane(role: str, tokens: Span, wants: tuple[Block, ...]) -> Lane:
+            holds = tuple(Block(tokens, wanted.heads) for wanted in self.wants)
+            return Lane(role, self.dtype, Layout.NHD, self.batch, head_dim, holds, wants)
+
+        home = lane(OUT, self.text.rest(others), self.holds)
+        if not self.text.tokens:
+            return (home,)
+        span = self.text.span(others)
+        return home, lane(TEXT_OUT, span, (Block(span, heads),) * self.ranks)
 
     def __hash__(self) -> int:
         return self._hash
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.role, self.dtype, self.layout, self.batch, self.head_dim, self.holds, self.wants))
+        return hash((self.role, self.dtype, self.layout, self.batch, self.head_dim, self.holds, self.wants, self.text))
 
     @property
     def ranks(self) -> int:
@@ -101,7 +115,8 @@ class Lane:
 
     def local_shape(self, rank: int) -> tuple[int, int, int, int]:
         """NHD shape of what ``rank`` holds before the exchange."""
-        return self.holds[rank].shape(Layout.NHD, self.batch, self.head_dim)
+        held = self.holds[rank]
+        return self.batch, len(held.tokens) + self.text.tokens, len(held.heads), self.head_dim
 
     def slot_shape(self, rank: int) -> tuple[int, int, int, int]:
         """Shape, in the lane's layout, of what ``rank`` has after the exchange."""
@@ -126,7 +141,18 @@ class Lane:
 
     def take(self, tensor: torch.Tensor, source: int, dest: int) -> torch.Tensor:
         """The view of the share for ``dest`` in the NHD ``tensor`` that ``source`` holds; NHD."""
-        return tensor[self._takes[source][dest]]
+        own = tensor if not self.text.tokens else tensor[:, self.text.rest(len(self.holds[source].tokens)).slice]
+        return own[self._takes[source][dest]]
+
+    def keep_text(self, slot: torch.Tensor, tensor: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The views of ``rank``'s own slot and NHD tensor between which its text is copied; NHD."""
+        held, wanted = self.holds[rank], self.wants[rank]
+        here = Block(self.text.span(len(wanted.tokens) - self.text.tokens), wanted.heads)
+        heads = wanted.heads.within(held.heads)
+        return (
+            as_nhd(slot[here.index(wanted, self.layout)], self.layout),
+            tensor[:, self.text.span(len(held.tokens)).slice, heads],
+        )
 
     def place(self, slot: torch.Tensor, source: int, dest: int) -> torch.Tensor:
         """The view of ``dest``'s ``slot`` where the share of ``source`` lands; NHD."""
@@ -159,11 +185,12 @@ class Lane:
 class CallPlan:
     """One attention call on all ranks: the lanes in issue order, and the output's way home.
 
-    ``whole``: for K and V that every rank holds whole, and that are no lanes, their role, dtype and NHD shape.
+    ``out`` are its lanes. ``whole``: for K and V that every rank holds whole, and that are no lanes, their role, dtype
+    and NHD shape.
     """
 
     lanes: tuple[Lane, ...]
-    out: Lane
+    out: tuple[Lane, ...]
     whole: tuple[tuple[str, torch.dtype, tuple[int, ...]], ...] = ()
 
     @staticmethod
@@ -188,13 +215,17 @@ class CallPlan:
         return CallPlan(lanes=lanes, out=q.homeward(head_dims["v"]), whole=whole)
 
     @cached_property
+    def queries(self) -> Lane:
+        return next(lane for lane in self.lanes if lane.role == "q")
+
+    @cached_property
     def digest(self) -> bytes:
         """16 bytes that are equal on two ranks only if their plans are."""
         return hashlib.blake2b(repr(self).encode(), digest_size=16).digest()
 
     def moved_nbytes(self, source: int) -> int:
         """Bytes that ``source`` sends to other ranks in the whole call."""
-        return sum(lane.moved_nbytes[source] for lane in (*self.lanes, self.out))
+        return sum(lane.moved_nbytes[source] for lane in (*self.lanes, *self.out))
 
 
 def as_nhd(tensor: torch.Tensor, layout: Layout) -> torch.Tensor:

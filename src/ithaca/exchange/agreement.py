@@ -15,7 +15,7 @@ from functools import cached_property, lru_cache
 import torch
 
 from ithaca.errors import CorruptHeaderError, PeerRefusedError, PlanMismatchError
-from ithaca.geometry import Layout, Span, Splits
+from ithaca.geometry import Layout, Span, Splits, Text
 from ithaca.plan import Lane
 from ithaca.version import __version__
 
@@ -77,6 +77,8 @@ class Header:
     digest: bytes = bytes(16)
     refusal: str = ""
     version: str = __version__
+    #: What every rank holds of each lane beside its own.
+    text: Text = field(default=Text(), compare=False, repr=False)
     #: For each claim, the heads that each rank wants.
     wanted: tuple[tuple[Span, ...], ...] = field(default=(), compare=False, repr=False)
 
@@ -167,7 +169,7 @@ def settle(headers: Sequence[Header], rank: int) -> tuple[Lane, ...]:
             f"all ranks were required to enter the same call, alike but for their number of tokens; "
             f"received, on rank {rank}: {said}"
         )
-    return _lanes(tuple(header.claims for header in headers), headers[rank].wanted)
+    return _lanes(tuple(header.claims for header in headers), headers[rank].wanted, headers[rank].text)
 
 
 def _common(header: Header) -> tuple[object, ...]:
@@ -177,13 +179,14 @@ def _common(header: Header) -> tuple[object, ...]:
 
 
 @lru_cache(maxsize=1024)
-def _lanes(claims: tuple[tuple[Claim, ...], ...], wanted: tuple[tuple[Span, ...], ...]) -> tuple[Lane, ...]:
+def _lanes(claims: tuple[tuple[Claim, ...], ...], wanted: tuple[tuple[Span, ...], ...], text: Text) -> tuple[Lane, ...]:
     lanes = []
     for of_lane, spans in zip(zip(*claims, strict=True), wanted, strict=True):
         claim = of_lane[0]
         batch, _, heads, head_dim = claim.shape
-        tokens = Splits(tuple(c.shape[1] for c in of_lane))
-        lanes.append(Lane.inward(claim.role, claim.dtype, claim.layout, batch, head_dim, tokens, heads, spans))
+        # A peer that says less is no peer of this plan: its output's digest will not be this one's.
+        tokens = Splits(tuple(max(0, c.shape[1] - text.tokens) for c in of_lane))
+        lanes.append(Lane.inward(claim.role, claim.dtype, claim.layout, batch, head_dim, tokens, heads, spans, text))
     return tuple(lanes)
 
 

@@ -161,6 +161,7 @@ class _Flight:
     def __init__(self, exchange: CollectiveExchange, lane: Lane, tensor: Tensor, header: Header | None = None) -> None:
         self.exchange, self.lane, self.head = exchange, lane, HEADER_NBYTES if header else 0
         exchange.take(lane.role)
+        self.tensor = tensor
         me, everyone = exchange.rank, range(exchange.world_size)
         self.sizes = [self.head + lane.share_nbytes(source, me) for source in everyone]
         out_sizes = [self.head + lane.share_nbytes(me, dest) for dest in everyone]
@@ -189,7 +190,8 @@ class _Flight:
     def in_place(self) -> Tensor | None:
         """What has arrived as a view of the receive buffer, if its rank-major shares are in the lane's order."""
         lane = self.lane
-        if lane.batch == 1 and lane.layout is Layout.NHD and not self.head and self._gathers_tokens():
+        plain = lane.batch == 1 and lane.layout is Layout.NHD and not self.head and not lane.text.tokens
+        if plain and self._gathers_tokens():
             return borrowed(self.received).view(lane.dtype).view(lane.slot_shape(self.exchange.rank))
         return None
 
@@ -199,7 +201,12 @@ class _Flight:
         whole = torch.empty(lane.slot_shape(me), dtype=lane.dtype, device=self.received.device)
         chunks = torch.split(self.received, self.sizes)
         shares = [c[self.head :].view(lane.dtype).view(lane.share_shape(s, me)) for s, c in enumerate(chunks)]
-        return whole, [lane.place(whole, source, me) for source in range(lane.ranks)], shares
+        places = [lane.place(whole, source, me) for source in range(lane.ranks)]
+        if lane.text.tokens:
+            to, text = lane.keep_text(whole, self.tensor, me)
+            places.append(to)
+            shares.append(text)
+        return whole, places, shares
 
     def _gathers_tokens(self) -> bool:
         """Whether the shares of all ranks follow one another along the tokens."""
@@ -256,10 +263,10 @@ class _CollectiveCall(Call):
         for flight in flights:
             self._exchange.give_back(flight.lane.role)
 
-    def _push_out(self, header: Header, lane: Lane, out: Tensor) -> None:
-        self.lanes.append(lane)
-        # Its header rides on the data: by now all ranks know all sizes, and a second round would cost its latency.
-        self._flights.append(_Flight(self._exchange, lane, out, header))
+    def _push_out(self, header: Header, parts: dict[Lane, Tensor]) -> None:
+        self.lanes.extend(parts)
+        # The header rides on the data: by now all ranks know all sizes, and a second round would cost its latency.
+        self._flights.extend(_Flight(self._exchange, lane, out, header) for lane, out in parts.items())
 
     def _wait_out(self) -> Lease:
         self._land()
@@ -271,8 +278,8 @@ class _CollectiveCall(Call):
         if self.plan is None:
             settle(self._exchange.agree(header), self._exchange.rank)
         else:
-            nothing = torch.empty(0, dtype=self.plan.out.dtype)
-            self._flights.append(_Flight(self._exchange, self.plan.out, nothing, header))
+            nothing = torch.empty(0, dtype=self.plan.out[0].dtype)
+            self._flights.extend(_Flight(self._exchange, lane, nothing, header) for lane in self.plan.out)
             self._wait_out()
 
     def _drain(self) -> None:

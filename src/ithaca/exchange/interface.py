@@ -40,8 +40,9 @@ from ithaca.errors import (
 from ithaca.exchange.agreement import DTYPES, LARGEST_DIM, Claim, Header, clipped
 from ithaca.exchange.counters import Counters
 from ithaca.exchange.lease import Lease
+from ithaca.exchange.refusal import Refusal, known
 from ithaca.exchange.scrutiny import watch_sources
-from ithaca.geometry import Layout, Span, Splits
+from ithaca.geometry import Layout, Span, Splits, Text
 from ithaca.heads import Heads, wanted
 from ithaca.plan import OUT, CallPlan, Lane, as_nhd
 
@@ -78,15 +79,18 @@ class Exchange(ABC):
         terms: str = "",
         sanitize: bool = False,
         head_splits: Splits | None = None,
+        text: Text = Text(),  # noqa: B008
     ) -> Call:
         """Begin a call that will push the lanes of ``order``, received in ``layout``; use it as a ``with`` block.
 
         ``gathered``: every rank receives all heads (a plain gather over the tokens, without a way home). ``terms`` is
         text that must be equal on all ranks. ``head_splits``: the query heads of each rank, see `Heads`.
+        ``text``: what every rank holds of each lane beside its own tokens.
         ``sanitize``: slots are poisoned when their leases end, and sources that were written too early are found.
         Refused while another call of the group is under way.
         """
-        call = self._new_call(Header(call=-1, step=0, order=order, gathered=gathered, terms=clipped(terms)), layout)
+        header = Header(call=-1, step=0, order=order, gathered=gathered, terms=clipped(terms), text=text)
+        call = self._new_call(header, layout)
         call.sanitize = sanitize
         call.heads = Heads(self.world_size, head_splits)
         return call
@@ -141,8 +145,8 @@ class Exchange(ABC):
 
         Blocks until they are there. They raise `PeerRefusedError`; then the exchange goes on.
         """
-        with contextlib.suppress(_Refusal), self.call((), Layout.NHD):
-            raise _Refusal(reason)
+        with contextlib.suppress(Refusal), self.call((), Layout.NHD):
+            raise Refusal(reason)
 
     def trim(self) -> None:
         """Give the memory in which lanes arrive back to the machine; the next call makes what it needs.
@@ -164,15 +168,6 @@ class Exchange(ABC):
         if self._ended is None:
             self._ended = f"{type(error).__name__}: {error}"
             self._shut(error)
-
-
-def _known(error: BaseException) -> None:
-    if isinstance(error, IthacaError):
-        error.group_knows = True
-
-
-class _Refusal(Exception):
-    """Raised inside a call only to tell its reason to the peers."""
 
 
 class Call(ABC):
@@ -251,20 +246,24 @@ class Call(ABC):
             raise InvalidInputError(
                 f"rank {self._exchange.rank}: the inputs were required to be waited for before the output is pushed"
             )
-        rank, lane = self._exchange.rank, self.plan.out
-        required = lane.holds[rank].shape(layout, lane.batch, lane.head_dim)
-        if tuple(out.shape) != required or out.dtype != lane.dtype:
+        rank, lanes, queries = self._exchange.rank, self.plan.out, self.plan.queries
+        required = queries.wants[rank].shape(layout, queries.batch, lanes[0].head_dim)
+        if tuple(out.shape) != required or out.dtype != queries.dtype:
             raise InvalidInputError(
-                f"rank {rank}: the backend was required to return {list(required)} {lane.dtype}; "
+                f"rank {rank}: the backend was required to return {list(required)} {queries.dtype}; "
                 f"received {list(out.shape)} {out.dtype}"
             )
         self._exchange.check(OUT, out)
         header, source = self._next_header(digest=self.plan.digest), as_nhd(out.detach(), layout)
         self._last_step_taken = True
-        self._own(lambda: self._push_out(header, lane, source))
+        parts = {lane: source[:, lane.holds[rank].tokens.slice] for lane in lanes}
+        self._own(lambda: self._push_out(header, parts))
 
     def wait_out(self) -> Lease:
-        """Block until all heads of this rank's queries are home: ``lease["out"]`` is ``[B, S_local, H, D]``."""
+        """Block until all heads of this rank's queries are home: ``lease["out"]`` is ``[B, S_local, H, D]``.
+
+        Those of text, which come to every rank, are ``lease["out.text"]``.
+        """
         lease = self._leased(self._own(self._wait_out))
         self._complete = True
         return lease
@@ -278,7 +277,7 @@ class Call(ABC):
     def _wait(self) -> Lease: ...
 
     @abstractmethod
-    def _push_out(self, header: Header, lane: Lane, out: Tensor) -> None: ...
+    def _push_out(self, header: Header, parts: dict[Lane, Tensor]) -> None: ...
 
     @abstractmethod
     def _wait_out(self) -> Lease: ...
@@ -346,7 +345,7 @@ class Call(ABC):
             lease.release()
         except RetainedInputError as kept:
             self._exchange._close(kept)
-            _known(kept)
+            known(kept)
             raise
 
     def _leave(self, error: BaseException) -> None:
@@ -357,7 +356,7 @@ class Call(ABC):
         kept = any(lease.retained for lease in self._leases)
         if error is self._fatal or kept or not isinstance(error, Exception):
             exchange._close(error)
-            _known(error)
+            known(error)
             return
         try:
             with torch.inference_mode(False), torch.no_grad():
@@ -371,11 +370,11 @@ class Call(ABC):
         for lease in self._leases:
             lease.abandon()
         if error is self._verdict:
-            _known(error)
+            known(error)
         elif not self._last_step_taken:
             with contextlib.suppress(*AGREED):  # the verdict: this rank has the error that it came with
-                self._refuse(str(error) if isinstance(error, _Refusal) else f"{type(error).__name__}: {error}")
-            _known(error)
+                self._refuse(str(error) if isinstance(error, Refusal) else f"{type(error).__name__}: {error}")
+            known(error)
         self._drain()
 
     def _leased(self, lease: Lease) -> Lease:

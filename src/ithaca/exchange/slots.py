@@ -154,6 +154,9 @@ class _SlotCall(Call):
         self._due.append((lane, self._everyone))
         yield self._expect(Signal.CREDIT, lane, self._everyone, "a credit")
         targets = self._targets.of(lane)
+        if lane.text.tokens:
+            mine, text = lane.keep_text(slot_of(self._memory, lane, me), tensor, me)
+            mine.copy_(text)
         for step in self._everyone:
             dest = (me + 1 + step) % len(self._everyone)  # not all ranks write to the same one at the same time
             targets[dest].copy_(lane.take(tensor, me, dest))
@@ -201,25 +204,27 @@ class _SlotCall(Call):
 
     # -- the output ----------------------------------------------------------------------------------------------
 
-    def _push_out(self, header: Header, lane: Lane, out: Tensor) -> None:
+    def _push_out(self, header: Header, parts: dict[Lane, Tensor]) -> None:
         self._memory.announce(header.encode())
-        self._stream.submit(self._send_out(header, lane, out))
+        self._stream.submit(self._send_out(header, parts))
 
-    def _send_out(self, header: Header, lane: Lane, out: Tensor) -> Task:
+    def _send_out(self, header: Header, parts: dict[Lane, Tensor]) -> Task:
         """Write first and read the headers then: all ranks know the plan, so what they can still say is a refusal."""
-        if self._must_grow(lane):
+        grows = any(map(self._must_grow, parts))
+        if grows:
             yield from self._agree(header)
-            yield from self._grow(lane)
+        for lane, out in parts.items():
+            if self._must_grow(lane):
+                yield from self._grow(lane)
             yield from self._write(lane, out)
-        else:
-            yield from self._write(lane, out)
-            yield from self._agree_on_out(header, lane)
+        if not grows:
+            yield from self._agree_on_out(header, tuple(parts))
 
-    def _agree_on_out(self, header: Header, lane: Lane) -> Task:
+    def _agree_on_out(self, header: Header, lanes: tuple[Lane, ...]) -> Task:
         """Read the headers that go with an output. A rank that refused has not written its share."""
         headers = yield from self._headers(header)
         sources = tuple(rank for rank in self._everyone if not headers[rank].refusal)
-        self._due = [(lane, sources)]
+        self._due = [(lane, sources) for lane in lanes]
         settle(headers, self._memory.rank)
 
     def _wait_out(self) -> Lease:
@@ -231,7 +236,7 @@ class _SlotCall(Call):
         self._stream.flush()
         header = self._next_header().refused(reason)
         self._memory.announce(header.encode())
-        if self.plan is None or self._must_grow(self.plan.out):
+        if self.plan is None or any(map(self._must_grow, self.plan.out)):
             self._stream.submit(self._send(header, {}))
         else:
             self._stream.submit(self._agree_on_out(header, self.plan.out))

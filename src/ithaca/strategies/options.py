@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ithaca.errors import InvalidInputError
+from ithaca.geometry import Text
 from ithaca.heads import KEYS
 
 Sizes = tuple[int, ...]
 
 _LISTS = ("head_splits", "seq_splits", "kv_seq_splits")
-_FLAGS = ("kv_replicated", "mask_sharded", "causal")
+_FLAGS = ("kv_replicated", "mask_sharded", "causal", "text_first")
 #: Longer lists than this are told by their sum and a checksum.
 _LONGEST = 24
 
@@ -27,6 +28,12 @@ class Options:
     kv_replicated: bool = False
     mask_sharded: bool = False
     causal: bool = False
+    text_tokens: int = 0
+    text_first: bool = True
+
+    @property
+    def text(self) -> Text:
+        return Text(self.text_tokens, self.text_first)
 
     def check(self) -> None:
         for name in _LISTS:
@@ -38,6 +45,10 @@ class Options:
         for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):
                 raise InvalidInputError(f"{name} was required to be True or False; received {getattr(self, name)!r}")
+        if type(self.text_tokens) is not int or self.text_tokens < 0:
+            raise InvalidInputError(f"text_tokens was required to be a number >= 0; received {self.text_tokens!r}")
+        if self.text_tokens and (self.kv_replicated or self.mask_sharded):
+            raise InvalidInputError("text_tokens were received with K and V that do not move, or a mask in shards")
         if self.kv_replicated and self.kv_seq_splits is not None:
             raise InvalidInputError("kv_seq_splits were received for keys that every rank was said to hold whole")
 
@@ -54,19 +65,28 @@ class Options:
         for name in _LISTS:
             sizes = getattr(self, name)
             said += "" if sizes is None else f", {name} {_short(sizes)}"
-        return said + "".join(f", {name}" for name in _FLAGS if getattr(self, name))
+        said += "".join(f", {name}" for name in _FLAGS[:3] if getattr(self, name))
+        where = "first" if self.text_first else "last"
+        return said + (f", {self.text_tokens} tokens of text {where}" if self.text_tokens else "")
 
     def encode(self) -> str:
         """As text, for a compiled graph."""
         lists = (self.head_splits, self.seq_splits, self.kv_seq_splits)
-        flags = (self.kv_replicated, self.mask_sharded, self.causal)
-        return "/".join([*("" if s is None else ",".join(map(str, s)) for s in lists), *(str(int(f)) for f in flags)])
+        flags = (self.kv_replicated, self.mask_sharded, self.causal, self.text_first)
+        return "/".join(
+            [
+                *("" if s is None else ",".join(map(str, s)) for s in lists),
+                *(str(int(f)) for f in flags),
+                str(self.text_tokens),
+            ]
+        )
 
     @classmethod
     def decode(cls, text: str) -> Options:
         values = text.split("/")
         heads, tokens, keys = (tuple(map(int, s.split(","))) if s else None for s in values[:3])
-        return cls(heads, tokens, keys, *(flag == "1" for flag in values[3:]))
+        whole, sharded, causal, first = (flag == "1" for flag in values[3:7])
+        return cls(heads, tokens, keys, whole, sharded, causal, int(values[7]), first)
 
 
 def _short(sizes: Sequence[int]) -> str:

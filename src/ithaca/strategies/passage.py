@@ -18,7 +18,7 @@ from ithaca.exchange.lease import Lease
 from ithaca.exchange.scrutiny import scrutinized
 from ithaca.geometry import Layout, Span, Splits
 from ithaca.heads import KEYS, MASK, Heads
-from ithaca.plan import GATE, OUT, as_nhd
+from ithaca.plan import GATE, OUT, TEXT_OUT, as_nhd
 from ithaca.strategies import masks
 from ithaca.strategies.local import Work, idle
 from ithaca.strategies.request import Request
@@ -63,7 +63,12 @@ class Passage:
             except InvalidInputError as error:
                 splits, self._fault = None, self._fault or InvalidInputError(f"{self._here}{error}")
             self._call = exchange.call(
-                self._request.moving, self._layout, terms=terms, sanitize=sanitize, head_splits=splits
+                self._request.moving,
+                self._layout,
+                terms=terms,
+                sanitize=sanitize,
+                head_splits=splits,
+                text=self._request.options.text,
             )
 
     def __enter__(self) -> Passage:
@@ -173,9 +178,15 @@ class Passage:
 
     def _count(self, role: str, tensor: Tensor) -> None:
         """Hold the tokens of a lane against the splits that the caller stated."""
+        text = self._request.options.text.tokens
+        if tensor.shape[1] < text:
+            raise InvalidInputError(
+                f"{self._here}{role} was required to hold {text} tokens of text; received {tensor.shape[1]}"
+            )
         stated = self._request.options.splits_of(role)
         if stated is None:
             return
+        tokens = tensor.shape[1] - text
         if self._exchange is None:
             rank, ranks = 0, 1
         else:
@@ -184,11 +195,11 @@ class Passage:
             raise InvalidInputError(
                 f"{self._here}splits were required to be one length for each of {ranks} ranks; received {stated}"
             )
-        if tensor.shape[1] != stated[rank]:
-            whole = " (the whole sequence: was it not cut?)" if tensor.shape[1] == sum(stated) else ""
+        if tokens != stated[rank]:
+            whole = " (the whole sequence: was it not cut?)" if tokens == sum(stated) else ""
             raise InvalidInputError(
                 f"{self._here}{role} was required to have {stated[rank]} tokens, as the splits {stated} say; "
-                f"received {tensor.shape[1]}{whole}"
+                f"received {tokens}{whole}"
             )
 
     # -- the result ------------------------------------------------------------------------------------------------
@@ -201,6 +212,10 @@ class Passage:
         call.push_out(self._attend(call), self._layout)
         with call.wait_out() as home:
             home.reader = "project_out"
+            text = self._request.options.text
+            if text.tokens:
+                roles = (TEXT_OUT, OUT) if text.first else (OUT, TEXT_OUT)
+                return self._bring_home(torch.cat([home[role] for role in roles], dim=1), False, project_out)
             return self._bring_home(home[OUT], OUT in home.unowned, project_out)
 
     def _attend(self, call: Call) -> Tensor:
@@ -220,13 +235,13 @@ class Passage:
                 call.heads.kv_spans[rank],
                 call.heads.group,
             )
-            out = call.plan.out
+            queries = lanes["q"].wants[rank]
             if not len(work.q_heads):
                 idle(rank, self._made["q"].shape[2], call.heads.q_spans)
-            if kv_len == 0 or not math.prod(out.local_shape(rank)):
+            shape = queries.shape(self._layout, lanes["q"].batch, call.plan.out[0].head_dim)
+            if kv_len == 0 or not math.prod(shape):
                 # Fewer heads than ranks, or no tokens: nothing to attend to.
-                shape = out.holds[rank].shape(self._layout, out.batch, out.head_dim)
-                return torch.zeros(shape, dtype=out.dtype, device=device)
+                return torch.zeros(shape, dtype=lanes["q"].dtype, device=device)
             inputs.reader = type(self._backend).__name__
             if borrows(self._backend, device):
                 with scrutinized(inputs) if self._sanitize else nullcontext():

@@ -110,6 +110,8 @@ class UlyssesAttention:
         kv_replicated: bool = False,
         mask_sharded: bool = False,
         causal: bool = False,
+        text_tokens: int = 0,
+        text_first: bool = True,
     ) -> Tensor:
         """Attention over the whole sequence.
 
@@ -125,12 +127,16 @@ class UlyssesAttention:
         backend that takes that; each rank is sent those that its queries need. ``mask_sharded``: the mask is this
         rank's shard, ``[B | 1, S_kv_local]`` of its keys or ``[B | 1, H | 1, S_local, S_kv]`` of its queries, and
         moves like a lane. ``causal``: a key takes part only for queries that do not come before it; there must be as
-        many of one as of the other.
+        many of one as of the other. ``text_tokens``: so many tokens of Q, K and V (and gates) are the same on every
+        rank, before this rank's own or with ``text_first=False`` after them, and in the whole sequence before or after
+        all others: they are attended to once, do not move, and come back whole on every rank, where they were.
 
         Raises an `IthacaError` on every rank of the group, within the deadline, whatever the fault and wherever.
         """
         given = _lanes(q, k, v, gates, mask)
-        options = Options(head_splits, seq_splits, kv_seq_splits, kv_replicated, mask_sharded, causal)
+        options = Options(
+            head_splits, seq_splits, kv_seq_splits, kv_replicated, mask_sharded, causal, text_tokens, text_first
+        )
         request = self._request(None, gates, mask, scale, options)
         if torch.compiler.is_compiling():
             return compiled.traced(self._tag, compiled.valid(request), given)
@@ -155,6 +161,8 @@ class UlyssesAttention:
         kv_replicated: bool = False,
         mask_sharded: bool = False,
         causal: bool = False,
+        text_tokens: int = 0,
+        text_first: bool = True,
     ) -> Tensor:
         """The same, over tensors that are not there yet.
 
@@ -166,7 +174,9 @@ class UlyssesAttention:
         otherwise.
         """
         given = _lanes(compute_q, compute_k, compute_v, gates, mask)
-        options = Options(head_splits, seq_splits, kv_seq_splits, kv_replicated, mask_sharded, causal)
+        options = Options(
+            head_splits, seq_splits, kv_seq_splits, kv_replicated, mask_sharded, causal, text_tokens, text_first
+        )
         request = self._request(issue_order, gates, mask, scale, options)
         if torch.compiler.is_compiling():
             return compiled.traced_async(self._tag, compiled.valid(request), given, project_out)

@@ -32,6 +32,7 @@ EQUIVALENT: dict[str, tuple[str, ...]] = {
     "the same bytes are written again before anybody is told of them": (
         "_SlotCall._write: do twice: targets[dest].copy_",
         "_SlotCall._write: do twice: self._memory.stamps",
+        "_SlotCall._write: do twice: mine.copy_",
         "_SlotCall._write: swap with the next: targets[dest].copy_",  # with the stamp
     ),
     "what only this rank looks at, and only when the step is over, in another order": (
@@ -44,6 +45,7 @@ EQUIVALENT: dict[str, tuple[str, ...]] = {
         "_SlotCall._write: swap with the next: self.lanes.append",
         "_SlotCall._write: swap with the next: self._due.append",
         "_SlotCall._write: swap with the next: yield self._expect(Signal.CREDIT",  # with the look-up of the targets
+        "_SlotCall._write: swap with the next: if lane.text.tokens",  # its own text, with the shares of all
         "_SlotCall._write: swap with the next: for step",  # with the count of bytes
         "_SlotCall._write: do early: self.lanes.append",
         "_SlotCall._write: do early: self._due.append",

@@ -8,13 +8,14 @@ from functools import partial
 
 import torch
 
+from ithaca.backends.reference import dense_attention
 from ithaca.errors import (
     IthacaError,
 )
 from ithaca.geometry import Layout, Splits
 from ithaca.plan import ALIGNMENT
 from ithaca.verify import mishaps
-from ithaca.verify.site import HEAD_DIM, HEADS, Site, attention, one_layer
+from ithaca.verify.site import HEAD_DIM, HEADS, Site, attention, one_layer, whole
 
 #: Tokens that do not fit where one did.
 _MORE = ALIGNMENT // (HEAD_DIM * 4) + 1
@@ -49,6 +50,31 @@ def _cross(site: Site) -> None:
         one_layer(site, attn, layer, q_sizes, kv_sizes, issue_order=("q", "k", "v"))
 
 
+def _joint(site: Site) -> None:
+    """Text that every rank holds, which is written by its own rank alone and comes home to all."""
+    attn = attention(site)
+    sizes = [1 + rank for rank in range(site.ranks)]
+    for layer in range(site.layers):
+        q, k, v, expected = whole(layer, sum(sizes) + 2, sum(sizes) + 2)
+        mine = [torch.cat((t[:, :2], t[:, 2:].split(sizes, 1)[site.rank]), 1) for t in (q, k, v)]
+        out = attn.forward_async(*(lambda t=t: t for t in mine), text_tokens=2)
+        if not torch.allclose(
+            out, torch.cat((expected[:, :2], expected[:, 2:].split(sizes, 1)[site.rank]), 1), atol=1e-5
+        ):
+            raise IthacaError(f"layer {layer} of rank {site.rank} differs from one rank")
+
+
+def _shared(site: Site) -> None:
+    """One head of K and V for two of Q: two ranks are sent the same."""
+    attn, sizes = attention(site), [1 + rank for rank in range(site.ranks)]
+    for layer in range(site.layers):
+        q, k, v, _ = whole(layer, sum(sizes), sum(sizes))
+        expected = dense_attention(q, k[:, :, :1], v[:, :, :1]).split(sizes, 1)[site.rank]
+        q, k, v = (t.split(sizes, 1)[site.rank] for t in (q, k[:, :, :1], v[:, :, :1]))
+        if not torch.allclose(attn(q, k, v), expected, atol=1e-5):
+            raise IthacaError(f"layer {layer} of rank {site.rank} differs from one rank")
+
+
 def _growing(site: Site) -> None:
     """Lengths that grow, shrink and are zero on some ranks."""
     attn = attention(site)
@@ -69,7 +95,7 @@ def _trimmed(site: Site) -> None:
             held = call.wait()
             call._leases.clear()
         exchange.trim()
-        if any(site.memory.capacity(role) for role in ("q", "k", "v", "out", "gather")):
+        if any(site.memory.capacity(role) for role in ("q", "k", "v", "out", "gather")) or exchange.targets._views:
             raise IthacaError(f"rank {site.rank} has memory after it was trimmed")
         if held["gather"][0, :, 0, 0].tolist() != list(range(site.ranks)):
             raise IthacaError(f"rank {site.rank} held a lease, and its data changed")
@@ -124,6 +150,8 @@ SCENARIOS: dict[str, Scenario] = {
     "self": Scenario("self-attention on slots, lengths that differ between ranks", _self),
     "owned": Scenario("a backend that gets copies; calls at once and lane by lane", _owned),
     "cross": Scenario("cross-attention with Q first and other lengths", _cross),
+    "joint": Scenario("text that every rank holds, beside the image", _joint),
+    "shared-heads": Scenario("a head of K and V that two ranks need", _shared),
     "growing": Scenario("lengths that grow, shrink and are zero", _growing),
     "trimmed": Scenario("memory is given back between calls", _trimmed),
     "sanitized": Scenario("sanitize mode", _sanitized),

@@ -66,7 +66,7 @@ class Piecewise(SdpaBackend):
 
 
 @functools.lru_cache(maxsize=256)
-def _whole(layer: int, q_tokens: int, kv_tokens: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def whole(layer: int, q_tokens: int, kv_tokens: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Q, K and V of a layer, and what one rank makes of them."""
     generator = torch.Generator().manual_seed(layer)
     q, k, v = (torch.randn(1, n, HEADS, HEAD_DIM, generator=generator) for n in (q_tokens, kv_tokens, kv_tokens))
@@ -83,9 +83,9 @@ def one_layer(
     **options: Any,
 ) -> None:
     """One layer, held against one rank."""
-    *whole, expected = _whole(layer, sum(q_sizes), sum(kv_sizes))
+    *tensors, expected = whole(layer, sum(q_sizes), sum(kv_sizes))
     sizes = (q_sizes, kv_sizes, kv_sizes)
-    q, k, v = (t.split(list(s), 1)[site.rank].clone() for t, s in zip(whole, sizes, strict=True))
+    q, k, v = (t.split(list(s), 1)[site.rank].clone() for t, s in zip(tensors, sizes, strict=True))
     out = attn(q, k, v) if at_once else attn.forward_async(lambda: q, lambda: k, lambda: v, **options)
     for source in (q, k, v):
         source.fill_(float("nan"))  # the caller has them back
