@@ -27,7 +27,6 @@ from ithaca import (
 )
 from ithaca.exchange.peer_memory.interface import Signal, Wait
 from ithaca.geometry import Splits
-from ithaca.sharding import cut, gather
 
 pytestmark = pytest.mark.full
 
@@ -183,18 +182,6 @@ def many_groups(rank: int, want: str) -> None:
 @pytest.mark.parametrize("want", EXCHANGES)
 def test_groups_do_not_disturb_each_other(on_ranks: Run, want: str) -> None:
     on_ranks(4, many_groups, want)
-
-
-def gathered(rank: int, want: str) -> None:
-    exchange = exchange_for(want=want)
-    for shape, dim in (((2, 7, 6), 1), ((9, 2), 0), ((2, 3, 5, 11), -1), ((1, 1, 4), 1)):
-        whole = torch.randn(shape, generator=torch.Generator().manual_seed(2))
-        assert torch.equal(gather(cut(whole, dim, rank, 3), dim, exchange), whole)
-
-
-@pytest.mark.parametrize("want", EXCHANGES)
-def test_cut_then_gather_is_the_identity(on_ranks: Run, want: str) -> None:
-    on_ranks(3, gathered, want)
 
 
 def left_over(rank: int) -> tuple[list[int], list[int]]:
