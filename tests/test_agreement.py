@@ -22,6 +22,7 @@ CLAIMS = st.builds(
     dtype=st.sampled_from(DTYPES),
     layout=st.sampled_from(Layout),
     shape=st.tuples(*[st.integers(0, 2**40)] * 4),
+    stands_for=st.sampled_from([None, *DTYPES]),
 )
 HEADERS = st.builds(
     Header,
@@ -90,6 +91,7 @@ def test_only_the_number_of_tokens_may_differ() -> None:
         replace(V, claims=(replace(V.claims[0], role="q"),)),
         replace(V, claims=(replace(V.claims[0], dtype=torch.float16),)),
         replace(V, claims=(replace(V.claims[0], layout=Layout.NHD),)),
+        replace(V, claims=(replace(V.claims[0], stands_for=torch.float16),)),
         replace(V, claims=(replace(V.claims[0], shape=(1, 5, 6, 8)),)),
         replace(V, claims=(replace(V.claims[0], shape=(2, 5, 7, 8)),)),
         replace(V, claims=(replace(V.claims[0], shape=(2, 5, 6, 9)),)),

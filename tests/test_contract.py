@@ -445,8 +445,8 @@ def plant(fault: str) -> None:
         passage.borrows = lambda backend, device: True
     elif fault == "lengths swapped":
 
-        def swapped(self: Passage, work: Any, inputs: Any) -> Tensor:
-            return attend(self, replace(work, q_len=work.kv_len, kv_len=work.q_len), inputs)
+        def swapped(self: Passage, work: Any, *inputs: Any) -> Tensor:
+            return attend(self, replace(work, q_len=work.kv_len, kv_len=work.q_len), *inputs)
 
         Passage._run = swapped  # type: ignore[method-assign]
     elif fault == "order changed":
@@ -454,7 +454,7 @@ def plant(fault: str) -> None:
     elif fault == "tail dropped":
         reordered(lambda order: order[:-1])
     elif fault == "copied twice":
-        Lease.own = lambda self: (own(self), own(self))[1]  # type: ignore[method-assign]
+        Lease.own = lambda self, **options: (own(self, **options), own(self, **options))[1]  # type: ignore[method-assign]
     else:
         assert fault == "none"
 

@@ -27,6 +27,7 @@ from ithaca import (
 )
 from ithaca.exchange.peer_memory.interface import Signal, Wait
 from ithaca.geometry import Splits
+from ithaca.sharding import gather
 
 pytestmark = pytest.mark.full
 
@@ -299,7 +300,7 @@ def credits_at_rest(rank: int) -> None:
     exchange = exchange_for(want="slots")
     for _ in range(3):
         carried(rank, "slots", torch.float64, Layout.NHD)
-        gathered(rank, "slots")
+        assert torch.equal(gather(torch.full((2, 3), float(rank)), 0, exchange)[::2, 0], torch.arange(3.0))
     dist.barrier()
     memory = exchange.memory  # type: ignore[attr-defined]
     for role in ("q", "k", "v", "out", "gather"):

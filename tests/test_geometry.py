@@ -60,7 +60,7 @@ def test_a_rank_gets_all_tokens_of_its_heads(case: tuple[Lane, Tensor]) -> None:
 def test_scatter_then_gather_is_the_identity(case: tuple[Lane, Tensor]) -> None:
     lane, whole = case
     arrived = [as_nhd(slot, lane.layout) for slot in exchanged(lane, pieces(lane, whole))]
-    home = exchanged(lane.homeward(lane.head_dim)[0], arrived)
+    home = exchanged(lane.homeward(lane.dtype, lane.head_dim)[0], arrived)
     for piece, returned in zip(pieces(lane, whole), home, strict=True):
         assert torch.equal(piece, returned)
 

@@ -84,7 +84,7 @@ class Lane:
             text=text,
         )
 
-    def homeward(self, head_dim: int) -> tuple[Lane, ...]:
+    def homeward(self, dtype: torch.dtype, head_dim: int) -> tuple[Lane, ...]:
         """The output lanes of a call whose queries took this one: the same turn, back, into NHD.
 
         Two where there is text: that one brings all heads of it to every rank.
@@ -94,7 +94,7 @@ class Lane:
 
         def lane(role: str, tokens: Span, wants: tuple[Block, ...]) -> Lane:
             holds = tuple(Block(tokens, wanted.heads) for wanted in self.wants)
-            return Lane(role, self.dtype, Layout.NHD, self.batch, head_dim, holds, wants)
+            return Lane(role, dtype, Layout.NHD, self.batch, head_dim, holds, wants)
 
         home = lane(OUT, self.text.rest(others), self.holds)
         if not self.text.tokens:
@@ -186,22 +186,28 @@ class CallPlan:
     """One attention call on all ranks: the lanes in issue order, and the output's way home.
 
     ``out`` are its lanes. ``whole``: for K and V that every rank holds whole, and that are no lanes, their role, dtype
-    and NHD shape.
+    and NHD shape. ``packed``: for lanes that are sent as bytes, their role, and the dtype and head dim that they stand for.
     """
 
     lanes: tuple[Lane, ...]
     out: tuple[Lane, ...]
     whole: tuple[tuple[str, torch.dtype, tuple[int, ...]], ...] = ()
+    packed: tuple[tuple[str, torch.dtype, int], ...] = ()
 
     @staticmethod
     @lru_cache(maxsize=1024)
     def attention(
-        lanes: tuple[Lane, ...], whole: tuple[tuple[str, torch.dtype, tuple[int, ...]], ...] = ()
+        lanes: tuple[Lane, ...],
+        whole: tuple[tuple[str, torch.dtype, tuple[int, ...]], ...] = (),
+        packed: tuple[tuple[str, torch.dtype, int], ...] = (),
     ) -> CallPlan:
         """The plan of a call with the inward lanes ``q``, ``k``, ``v`` and those of gates (in any order)."""
         role = {lane.role: lane for lane in lanes}
         q = role["q"]
-        head_dims = {name: shape[3] for name, _, shape in whole} | {lane.role: lane.head_dim for lane in lanes}
+        kinds = {name: (dtype, shape[3]) for name, dtype, shape in whole}
+        kinds |= {lane.role: (lane.dtype, lane.head_dim) for lane in lanes}
+        kinds |= {name: (dtype, head_dim) for name, dtype, head_dim in packed}
+        kind = kinds.get(OUT, (kinds["q"][0], kinds["v"][1]))
         if not whole and (role["k"].holds, role["k"].wants) != (role["v"].holds, role["v"].wants):
             raise InvalidInputError(
                 f"keys and values were required to have the same tokens and heads on every rank; "
@@ -212,7 +218,7 @@ class CallPlan:
                 raise InvalidInputError(
                     f"a gate was required to have the tokens and heads of the queries; received {lane} beside {q}"
                 )
-        return CallPlan(lanes=lanes, out=q.homeward(head_dims["v"]), whole=whole)
+        return CallPlan(lanes=lanes, out=q.homeward(*kind), whole=whole, packed=packed)
 
     @cached_property
     def queries(self) -> Lane:

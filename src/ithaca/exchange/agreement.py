@@ -41,22 +41,29 @@ DTYPES = (
 
 _MAGIC = b"ITHC"
 _FIXED = struct.Struct("<4s16sqqBB16s64s224s")  # magic, version, call, step, lanes, gathered, digest, order, terms
-_CLAIM = struct.Struct("<16sBB4q")  # role, dtype, layout, shape
+_CLAIM = struct.Struct("<16sBBB4q")  # role, dtype, layout, what it stands for (one up, zero for itself), shape
 _REFUSAL_NBYTES = HEADER_NBYTES - _FIXED.size - MAX_LANES * _CLAIM.size
 LARGEST_DIM = 2**40
 
 
 @dataclass(frozen=True)
 class Claim:
-    """What one rank says of its own tensor of one lane: the NHD shape ``[B, S_local, H, D]`` and how it wants it."""
+    """What one rank says of its own tensor of one lane: the NHD shape ``[B, S_local, H, D]`` and how it wants it.
+
+    ``stands_for``: of bytes, the dtype that they are a packed form of.
+    """
 
     role: str
     dtype: torch.dtype
     layout: Layout
     shape: tuple[int, ...]
+    stands_for: torch.dtype | None = None
 
     def __str__(self) -> str:
-        return f"{self.role} {list(self.shape)} {str(self.dtype).removeprefix('torch.')} into {self.layout.value}"
+        kind = str(self.dtype).removeprefix("torch.")
+        if self.stands_for is not None:
+            kind += f" for {str(self.stands_for).removeprefix('torch.')}"
+        return f"{self.role} {list(self.shape)} {kind} into {self.layout.value}"
 
 
 @dataclass(frozen=True)
@@ -109,7 +116,13 @@ class Header:
             _clip(self.terms, TERMS_NBYTES),
         )
         claims = b"".join(
-            _CLAIM.pack(_clip(c.role, ROLE_NBYTES), DTYPES.index(c.dtype), c.layout is Layout.HND, *c.shape)
+            _CLAIM.pack(
+                _clip(c.role, ROLE_NBYTES),
+                DTYPES.index(c.dtype),
+                c.layout is Layout.HND,
+                0 if c.stands_for is None else 1 + DTYPES.index(c.stands_for),
+                *c.shape,
+            )
             for c in self.claims
         )
         return (
@@ -134,10 +147,16 @@ class Header:
             raise broken(f"{lanes} lanes, more than {MAX_LANES}")
         claims = []
         for i in range(lanes):
-            role, dtype, layout, *shape = _CLAIM.unpack_from(data, _FIXED.size + i * _CLAIM.size)
-            if dtype >= len(DTYPES) or layout > 1 or not all(0 <= size <= LARGEST_DIM for size in shape):
+            role, dtype, layout, packed, *shape = _CLAIM.unpack_from(data, _FIXED.size + i * _CLAIM.size)
+            if (
+                max(dtype, packed - 1) >= len(DTYPES)
+                or layout > 1
+                or not all(0 <= size <= LARGEST_DIM for size in shape)
+            ):
                 raise broken(f"dtype {dtype}, layout {layout}, shape {shape}")
-            claims.append(Claim(_text(role), DTYPES[dtype], Layout.HND if layout else Layout.NHD, tuple(shape)))
+            stands_for = DTYPES[packed - 1] if packed else None
+            into = Layout.HND if layout else Layout.NHD
+            claims.append(Claim(_text(role), DTYPES[dtype], into, tuple(shape), stands_for))
         return cls(
             call=call,
             step=step,
@@ -174,7 +193,7 @@ def settle(headers: Sequence[Header], rank: int) -> tuple[Lane, ...]:
 
 def _common(header: Header) -> tuple[object, ...]:
     """The part of a header that must be equal on all ranks: all but the number of local tokens."""
-    claims = tuple((c.role, c.dtype, c.layout, c.shape[0], c.shape[2:]) for c in header.claims)
+    claims = tuple((c.role, c.dtype, c.stands_for, c.layout, c.shape[0], c.shape[2:]) for c in header.claims)
     return header.version, header.call, header.step, header.order, header.gathered, header.terms, header.digest, claims
 
 

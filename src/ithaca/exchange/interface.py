@@ -183,6 +183,8 @@ class Call(ABC):
         self.heads = Heads(exchange.world_size)
         #: K and V that every rank holds whole: role, dtype, shape.
         self._whole: list[tuple[str, torch.dtype, tuple[int, ...]]] = []
+        #: Lanes that are sent as bytes: role, and the dtype and head dim that they stand for; of the output, what it is.
+        self.packed: list[tuple[str, torch.dtype, int]] = []
         #: Known once all input lanes are.
         self.plan: CallPlan | None = None
         #: Whether the last step at which ranks meet is behind this one: an error from then on is its own affair.
@@ -205,10 +207,10 @@ class Call(ABC):
                 f"rank {self._exchange.rank}: lanes {due} were due in the order {self._header.order}; "
                 f"received {tuple(tensors)}"
             )
-        claims = []
+        claims, stand_for = [], {role: dtype for role, dtype, _ in self.packed}
         for role, tensor in tensors.items():
             self._exchange.check(role, tensor)
-            claims.append(Claim(role, tensor.dtype, self._layout, tuple(tensor.shape)))
+            claims.append(Claim(role, tensor.dtype, self._layout, tuple(tensor.shape), stand_for.get(role)))
         lanes = tuple((claim.role, claim.shape[2]) for claim in claims)
         if self._header.gathered:
             spans = tuple((Span(0, heads),) * self._exchange.world_size for _, heads in lanes)
@@ -237,7 +239,7 @@ class Call(ABC):
         if self._header.gathered:
             self._complete = True
         else:
-            self.plan = CallPlan.attention(tuple(self.lanes), tuple(self._whole))
+            self.plan = CallPlan.attention(tuple(self.lanes), tuple(self._whole), tuple(self.packed))
         return lease
 
     def push_out(self, out: Tensor, layout: Layout) -> None:
@@ -248,9 +250,9 @@ class Call(ABC):
             )
         rank, lanes, queries = self._exchange.rank, self.plan.out, self.plan.queries
         required = queries.wants[rank].shape(layout, queries.batch, lanes[0].head_dim)
-        if tuple(out.shape) != required or out.dtype != queries.dtype:
+        if tuple(out.shape) != required or out.dtype != lanes[0].dtype:
             raise InvalidInputError(
-                f"rank {rank}: the backend was required to return {list(required)} {queries.dtype}; "
+                f"rank {rank}: the backend was required to return {list(required)} {lanes[0].dtype}; "
                 f"received {list(out.shape)} {out.dtype}"
             )
         self._exchange.check(OUT, out)
@@ -260,10 +262,7 @@ class Call(ABC):
         self._own(lambda: self._push_out(header, parts))
 
     def wait_out(self) -> Lease:
-        """Block until all heads of this rank's queries are home: ``lease["out"]`` is ``[B, S_local, H, D]``.
-
-        Those of text, which come to every rank, are ``lease["out.text"]``.
-        """
+        """Block until this rank's queries are home: ``lease["out"]``, and ``lease["out.text"]`` if there is text."""
         lease = self._leased(self._own(self._wait_out))
         self._complete = True
         return lease

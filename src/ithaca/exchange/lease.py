@@ -45,13 +45,13 @@ class Lease:
             raise LeaseError(f"a lease was required to be asked before its release; received a request for {role}")
         return self._tensors[role]
 
-    def own(self) -> dict[str, Tensor]:
-        """All lanes in memory that outlives the lease.
+    def own(self, without: frozenset[str] = frozenset()) -> dict[str, Tensor]:
+        """All lanes, or all ``without`` some, in memory that outlives the lease.
 
         Unowned ones are copied, in one operation, which on a device is one launch; the others are given as they are.
         """
-        owned = {role: self[role] for role in self._tensors}
-        unowned = sorted(self.unowned)
+        owned = {role: self[role] for role in self._tensors if role not in without}
+        unowned = sorted(self.unowned - without)
         if unowned:
             copies = [torch.empty_like(owned[role]) for role in unowned]
             torch._foreach_copy_(copies, [owned[role] for role in unowned])

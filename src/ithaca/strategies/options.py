@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ithaca.errors import InvalidInputError
 from ithaca.geometry import Text
 from ithaca.heads import KEYS
+from ithaca.plan import OUT, ROLES
+from ithaca.strategies.compression import FORMATS
 
 Sizes = tuple[int, ...]
 
@@ -30,6 +32,12 @@ class Options:
     causal: bool = False
     text_tokens: int = 0
     text_first: bool = True
+    #: Roles and formats, from what the caller said.
+    compress: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def formats(self) -> dict[str, str]:
+        return dict(self.compress)
 
     @property
     def text(self) -> Text:
@@ -67,26 +75,36 @@ class Options:
             said += "" if sizes is None else f", {name} {_short(sizes)}"
         said += "".join(f", {name}" for name in _FLAGS[:3] if getattr(self, name))
         where = "first" if self.text_first else "last"
-        return said + (f", {self.text_tokens} tokens of text {where}" if self.text_tokens else "")
+        said += f", {self.text_tokens} tokens of text {where}" if self.text_tokens else ""
+        return said + "".join(f", {role} as {format}" for role, format in self.compress)
 
     def encode(self) -> str:
         """As text, for a compiled graph."""
         lists = (self.head_splits, self.seq_splits, self.kv_seq_splits)
         flags = (self.kv_replicated, self.mask_sharded, self.causal, self.text_first)
-        return "/".join(
-            [
-                *("" if s is None else ",".join(map(str, s)) for s in lists),
-                *(str(int(f)) for f in flags),
-                str(self.text_tokens),
-            ]
-        )
+        formats = ",".join(f"{role}:{format}" for role, format in self.compress)
+        sizes = ["" if s is None else ",".join(map(str, s)) for s in lists]
+        return "/".join([*sizes, *(str(int(flag)) for flag in flags), str(self.text_tokens), formats])
 
     @classmethod
     def decode(cls, text: str) -> Options:
         values = text.split("/")
         heads, tokens, keys = (tuple(map(int, s.split(","))) if s else None for s in values[:3])
         whole, sharded, causal, first = (flag == "1" for flag in values[3:7])
-        return cls(heads, tokens, keys, whole, sharded, causal, int(values[7]), first)
+        formats = tuple((role, format) for role, _, format in (s.partition(":") for s in values[8].split(",") if s))
+        return cls(heads, tokens, keys, whole, sharded, causal, int(values[7]), first, formats)
+
+
+def formats_of(compress: object) -> tuple[tuple[str, str], ...]:
+    """A format for Q, K and V alike, or one for each role that is named, the output among them."""
+    named = dict.fromkeys(ROLES, compress) if isinstance(compress, str) else compress
+    if named is None:
+        return ()
+    if not isinstance(named, Mapping) or any(r not in (*ROLES, OUT) or f not in FORMATS for r, f in named.items()):
+        raise InvalidInputError(
+            f"compress was required to be one of {FORMATS}, or such by role of {(*ROLES, OUT)}; received {compress!r}"
+        )
+    return tuple((role, named[role]) for role in (*ROLES, OUT) if role in named)
 
 
 def _short(sizes: Sequence[int]) -> str:

@@ -19,7 +19,7 @@ from ithaca.exchange.scrutiny import scrutinized
 from ithaca.geometry import Layout, Span, Splits
 from ithaca.heads import KEYS, MASK, Heads
 from ithaca.plan import GATE, OUT, TEXT_OUT, as_nhd
-from ithaca.strategies import masks
+from ithaca.strategies import compression, masks
 from ithaca.strategies.local import Work, idle
 from ithaca.strategies.request import Request
 
@@ -47,11 +47,13 @@ class Passage:
         self._made: dict[str, Tensor] = {}
         self._fault: Exception | None = None
         self._request, self._layout = Request(()), Layout.NHD
+        self._formats: dict[str, str] = {}
         if isinstance(request, InvalidInputError):
             self._fault = InvalidInputError(f"{self._here}{request}")
         else:
             try:
                 self._layout, self._request = backend.capabilities.layout, request
+                self._formats = request.options.formats
             except Exception as error:  # the caller's code
                 self._fault = error
         self._call: Call | None = None
@@ -106,12 +108,22 @@ class Passage:
                     lanes[role] = masks.shard(what, self._made["q"], self._made["k"], self._here)
                 continue
             tensor = self._made[role] = self._checked(role, self._computed(role, what))
+            if role == "v" and OUT in self._formats and self._call is not None:
+                self._call.packed.append((OUT, torch.uint8, tensor.shape[3] + compression.SCALE_NBYTES))
             if role in self._request.moving:
-                lanes[role] = tensor
+                lanes[role] = self._packed(role, tensor)
             elif self._call is not None:
                 self._call.keep(role, tensor)
         if self._call is not None and lanes:
             self._call.push(**lanes)
+
+    def _packed(self, role: str, tensor: Tensor) -> Tensor:
+        """What is sent of a lane."""
+        format = self._formats.get(role)
+        if format is None or self._call is None:
+            return tensor
+        self._call.packed.append((role, tensor.dtype, tensor.shape[3]))
+        return compression.pack(tensor, format)
 
     def _computed(self, role: str, given: Tensor | Compute) -> Tensor:
         if isinstance(given, Tensor):
@@ -209,14 +221,20 @@ class Passage:
         call = self._call
         if call is None:
             return self._bring_home(self._attend_alone(), False, project_out)
-        call.push_out(self._attend(call), self._layout)
+        format, text, dtype = self._formats.get(OUT), self._request.options.text, self._made["q"].dtype
+        if format is None:
+            call.push_out(self._attend(call), self._layout)
+        else:
+            call.push_out(compression.pack(as_nhd(self._attend(call), self._layout), format), Layout.NHD)
+        roles = (OUT,) if not text.tokens else (TEXT_OUT, OUT) if text.first else (OUT, TEXT_OUT)
         with call.wait_out() as home:
             home.reader = "project_out"
-            text = self._request.options.text
-            if text.tokens:
-                roles = (TEXT_OUT, OUT) if text.first else (OUT, TEXT_OUT)
-                return self._bring_home(torch.cat([home[role] for role in roles], dim=1), False, project_out)
-            return self._bring_home(home[OUT], OUT in home.unowned, project_out)
+            if format is None and roles == (OUT,):
+                return self._bring_home(home[OUT], OUT in home.unowned, project_out)
+            heads = torch.cat([home[role] for role in roles], dim=1)
+            if format is not None:
+                heads = compression.unpack(heads, format, dtype)
+            return self._bring_home(heads, False, project_out)
 
     def _attend(self, call: Call) -> Tensor:
         """Run the backend on what has arrived: on the slots themselves if it accepts that, else on copies."""
@@ -238,19 +256,24 @@ class Passage:
             queries = lanes["q"].wants[rank]
             if not len(work.q_heads):
                 idle(rank, self._made["q"].shape[2], call.heads.q_spans)
-            shape = queries.shape(self._layout, lanes["q"].batch, call.plan.out[0].head_dim)
+            shape = queries.shape(self._layout, lanes["q"].batch, self._made["v"].shape[3])
             if kv_len == 0 or not math.prod(shape):
                 # Fewer heads than ranks, or no tokens: nothing to attend to.
-                return torch.zeros(shape, dtype=lanes["q"].dtype, device=device)
+                return torch.zeros(shape, dtype=self._made["q"].dtype, device=device)
             inputs.reader = type(self._backend).__name__
-            if borrows(self._backend, device):
+            unpacked = {
+                role: compression.unpack(inputs[role], format, self._made[role].dtype)
+                for role, format in self._formats.items()
+                if role in lanes
+            }
+            if borrows(self._backend, device) and set(lanes) - set(unpacked):
                 with scrutinized(inputs) if self._sanitize else nullcontext():
-                    result = self._run(work, inputs)
+                    result = self._run(work, inputs, unpacked)
                 inputs.check_output(result)
                 return result
-            owned = inputs.own()
+            owned = inputs.own(without=frozenset(unpacked))
             inputs.release()
-            return self._run(work, owned)
+            return self._run(work, owned, unpacked)
 
     def _attend_alone(self) -> Tensor:
         (_, q_len, heads, _), (_, kv_len, kv_heads, _) = self._made["q"].shape, self._made["k"].shape
@@ -262,12 +285,14 @@ class Passage:
             self._request, mask, q_len, kv_len, Span(0, heads), Span(0, kv_heads), heads // max(kv_heads, 1) or 1
         )
         inputs = {role: as_nhd(tensor, self._layout) for role, tensor in self._made.items()}
-        return as_nhd(self._run(work, inputs), self._layout)
+        return as_nhd(self._run(work, inputs, {}), self._layout)
 
-    def _run(self, work: Work, inputs: Lease | dict[str, Tensor]) -> Tensor:
+    def _run(self, work: Work, inputs: Lease | dict[str, Tensor], unpacked: dict[str, Tensor]) -> Tensor:
         """Attend. K and V that did not move are taken from what the caller gave."""
 
         def lane(role: str) -> Tensor:
+            if role in unpacked:
+                return unpacked[role]
             if self._call is None or role in self._request.moving:
                 return inputs[role]
             return as_nhd(self._made[role][:, :, work.kv_heads.start : work.kv_heads.stop], self._layout)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
@@ -25,7 +26,7 @@ from ithaca.exchange.interface import Exchange
 from ithaca.heads import MASK
 from ithaca.plan import GATE
 from ithaca.strategies import compiled
-from ithaca.strategies.options import Options
+from ithaca.strategies.options import Options, formats_of
 from ithaca.strategies.passage import Compute, Passage
 from ithaca.strategies.request import Request
 
@@ -112,6 +113,7 @@ class UlyssesAttention:
         causal: bool = False,
         text_tokens: int = 0,
         text_first: bool = True,
+        compress: str | Mapping[str, str] | None = None,
     ) -> Tensor:
         """Attention over the whole sequence.
 
@@ -130,6 +132,8 @@ class UlyssesAttention:
         many of one as of the other. ``text_tokens``: so many tokens of Q, K and V (and gates) are the same on every
         rank, before this rank's own or with ``text_first=False`` after them, and in the whole sequence before or after
         all others: they are attended to once, do not move, and come back whole on every rank, where they were.
+        ``compress``: "int8" or "float8" sends Q, K and V as bytes with a scale for each token and head; a mapping says
+        which of ``q``, ``k``, ``v`` and ``out``, and how.
 
         Raises an `IthacaError` on every rank of the group, within the deadline, whatever the fault and wherever.
         """
@@ -137,7 +141,7 @@ class UlyssesAttention:
         options = Options(
             head_splits, seq_splits, kv_seq_splits, kv_replicated, mask_sharded, causal, text_tokens, text_first
         )
-        request = self._request(None, gates, mask, scale, options)
+        request = self._request(None, gates, mask, scale, options, compress)
         if torch.compiler.is_compiling():
             return compiled.traced(self._tag, compiled.valid(request), given)
         with self._entered(request, given) as passage:
@@ -163,6 +167,7 @@ class UlyssesAttention:
         causal: bool = False,
         text_tokens: int = 0,
         text_first: bool = True,
+        compress: str | Mapping[str, str] | None = None,
     ) -> Tensor:
         """The same, over tensors that are not there yet.
 
@@ -177,7 +182,7 @@ class UlyssesAttention:
         options = Options(
             head_splits, seq_splits, kv_seq_splits, kv_replicated, mask_sharded, causal, text_tokens, text_first
         )
-        request = self._request(issue_order, gates, mask, scale, options)
+        request = self._request(issue_order, gates, mask, scale, options, compress)
         if torch.compiler.is_compiling():
             return compiled.traced_async(self._tag, compiled.valid(request), given, project_out)
         with self._entered(request, given) as passage:
@@ -208,9 +213,11 @@ class UlyssesAttention:
         mask: Tensor | None,
         scale: float | None,
         options: Options,
+        compress: object,
     ) -> Request | InvalidInputError:
         """What is asked for, or what is wrong with it: the other ranks must learn of that inside the call."""
         try:
+            options = replace(options, compress=formats_of(compress))
             return Request.of(issue_order, gates, mask, scale, options)
         except InvalidInputError as error:
             return error
