@@ -5,12 +5,13 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import imageio.v3 as iio
 import pytest
 import torch
 from conftest import Run
-from torch import Tensor
+from torch import Tensor, nn
 from typer.testing import CliRunner
 
 from ithaca import InvalidInputError, parallelize
@@ -21,6 +22,7 @@ from ithaca.demo.report import block_table, max_difference, psnr, ssim, verdict,
 from ithaca.demo.run import PROMPTS, STEPS
 from ithaca.demo.variants import VARIANTS, Measured
 from ithaca.demo.vocabulary import DIGITS, DIRECTIONS, UNCONDITIONAL, prompt, tokenize
+from ithaca.strategies.compression import FORMATS, Loss, loss
 
 pytestmark = pytest.mark.full
 
@@ -57,6 +59,33 @@ def test_the_video_is_the_same_on_any_number_of_ranks_and_as_golden(on_ranks: Ru
         assert psnr(videos["async"], expected) > ENOUGH
         for control in ("rope shifted", "text dropped"):
             assert psnr(videos[control], expected) < ENOUGH, f"{control} goes unnoticed"
+
+
+def drawn_as_bytes(rank: int) -> tuple[dict[str, float], dict[str, Loss]]:
+    """The videos with lanes as bytes against those without, and what a byte costs the model's own Q, K and V."""
+    whole = generate(DemoVideoModel.load(), PROMPTS, steps=STEPS)
+    lost: dict[str, Loss] = {}
+    quality = {}
+    for format in FORMATS:
+        model = DemoVideoModel.load()
+        parallelize(model.transformer, ulysses_degree=2, compress=format)
+        attn = model.transformer.blocks[0].attn1
+
+        def note(module: nn.Module, args: Any, out: Tensor, heads: int = attn.heads, format: str = format) -> None:
+            if format == "int8":
+                lost[f"lane {len(lost)}"] = loss(out.unflatten(-1, (heads, -1)).bfloat16(), format)
+
+        for linear in (attn.to_q, attn.to_k, attn.to_v):
+            linear.register_forward_hook(note)
+        quality[format] = psnr(generate(model, PROMPTS, steps=STEPS), whole)
+    return quality, lost
+
+
+def test_lanes_as_bytes_cost_the_video_little(on_ranks: Run) -> None:
+    for quality, lost in on_ranks(2, drawn_as_bytes, timeout=170):
+        print(quality, min(each.cosine for each in lost.values()))
+        assert quality["int8"] > 35 and quality["float8"] > 20
+        assert len(lost) >= 3 * STEPS and all(each.cosine > 0.999 for each in lost.values())
 
 
 def test_the_weights_are_small() -> None:

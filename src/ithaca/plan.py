@@ -186,7 +186,8 @@ class CallPlan:
     """One attention call on all ranks: the lanes in issue order, and the output's way home.
 
     ``out`` are its lanes. ``whole``: for K and V that every rank holds whole, and that are no lanes, their role, dtype
-    and NHD shape. ``packed``: for lanes that are sent as bytes, their role, and the dtype and head dim that they stand for.
+    and NHD shape. ``packed``: for lanes that are sent as bytes, their role and the dtype and head dim that they stand
+    for; of the output, those that it is sent as.
     """
 
     lanes: tuple[Lane, ...]

@@ -16,14 +16,14 @@ from ithaca.backends.interface import AttentionBackend
 from ithaca.backends.sdpa import SdpaBackend
 from ithaca.errors import ClosureError, InvalidInputError, IthacaError, UnsupportedError
 from ithaca.exchange.interface import Exchange
-from ithaca.strategies.ulysses import UlyssesAttention
+from ithaca.strategies.ulysses import Compress, UlyssesAttention
 
 M = TypeVar("M")
 
 #: Elements up to which a tensor counts as a setting, such as a timestep.
 _SMALL = 16
 
-#: Class of the transformer to the module that knows it, which has ``install(model, attention, asynchronous)``.
+#: Class of the transformer to the module that knows it, which has ``install(model, attention, asynchronous, compress)``.
 FAMILIES = {"WanTransformer3DModel": "ithaca.diffusers.wan"}
 
 
@@ -35,12 +35,14 @@ def parallelize(
     backend: AttentionBackend | None = None,
     exchange: str | Exchange = "auto",
     asynchronous: bool = True,
+    compress: Compress = None,
 ) -> M:
     """Spread a diffusers transformer, or every one in a pipeline, over ``ulysses_degree`` ranks. In place; returned.
 
     Every rank calls this on the same model, and then runs it on the same inputs: each gets the whole output. The
     group (the default one if None) has ``ulysses_degree`` ranks. ``backend`` (SDPA if None) runs the self-attention;
-    ``asynchronous`` lets V, Q and K leave one by one, each while the next is computed.
+    ``asynchronous`` lets V, Q and K leave one by one, each while the next is computed. ``compress``: "int8" or
+    "float8" sends them as bytes, see `UlyssesAttention.__call__`; the result is then close to that of one rank, not equal.
 
     Raises `UnsupportedError` for a family that is not known and for a model that is parallelized already or has
     attention processors of another kind.
@@ -55,7 +57,7 @@ def parallelize(
         if getattr(model, "_ithaca", None) is not None:
             raise UnsupportedError(f"this {type(model).__name__} is parallelized already")
         family = importlib.import_module(FAMILIES[type(model).__name__])
-        family.install(model, attention, asynchronous)
+        family.install(model, attention, asynchronous, compress)
         if ulysses_degree > 1:
             from ithaca.diffusers.token_hooks import install_token_hooks
 

@@ -15,14 +15,14 @@ from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 from torch import Tensor, nn
 
 from ithaca.errors import UnsupportedError
-from ithaca.strategies.ulysses import UlyssesAttention
+from ithaca.strategies.ulysses import Compress, UlyssesAttention
 
 
 class UlyssesWanProcessor:
     """The processor of a Wan self-attention. ``asynchronous`` False computes Q, K and V before any of them leaves."""
 
-    def __init__(self, attention: UlyssesAttention, asynchronous: bool) -> None:
-        self.attention, self.asynchronous = attention, asynchronous
+    def __init__(self, attention: UlyssesAttention, asynchronous: bool, compress: Compress) -> None:
+        self.attention, self.asynchronous, self.compress = attention, asynchronous, compress
 
     def __call__(
         self,
@@ -41,9 +41,16 @@ class UlyssesWanProcessor:
 
         if self.asynchronous:
             return self.attention.forward_async(
-                compute_q, compute_k, compute_v, project_out=project_out, mask=attention_mask
+                compute_q,
+                compute_k,
+                compute_v,
+                project_out=project_out,
+                mask=attention_mask,
+                compress=self.compress,
             )
-        return project_out(self.attention(compute_q(), compute_k(), compute_v(), mask=attention_mask))
+        return project_out(
+            self.attention(compute_q(), compute_k(), compute_v(), mask=attention_mask, compress=self.compress)
+        )
 
 
 def _projections(attn: Any, hidden_states: Tensor, rotary_emb: tuple[Tensor, Tensor] | None) -> Any:
@@ -83,7 +90,9 @@ def _rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2).type_as(heads)
 
 
-def install(model: WanTransformer3DModel, attention: UlyssesAttention, asynchronous: bool) -> None:
+def install(
+    model: WanTransformer3DModel, attention: UlyssesAttention, asynchronous: bool, compress: Compress = None
+) -> None:
     """Give every self-attention of ``model`` its processor."""
     for name, block in model.blocks.named_children():
         if type(block.attn1.processor) is not WanAttnProcessor:
@@ -92,4 +101,4 @@ def install(model: WanTransformer3DModel, attention: UlyssesAttention, asynchron
                 f"it has {type(block.attn1.processor).__name__}"
             )
     for block in model.blocks:
-        block.attn1.set_processor(UlyssesWanProcessor(attention, asynchronous))
+        block.attn1.set_processor(UlyssesWanProcessor(attention, asynchronous, compress))

@@ -183,7 +183,7 @@ class Call(ABC):
         self.heads = Heads(exchange.world_size)
         #: K and V that every rank holds whole: role, dtype, shape.
         self._whole: list[tuple[str, torch.dtype, tuple[int, ...]]] = []
-        #: Lanes that are sent as bytes: role, and the dtype and head dim that they stand for; of the output, what it is.
+        #: Lanes that are sent as bytes: role, dtype and head dim that they stand for; of the output, what is sent.
         self.packed: list[tuple[str, torch.dtype, int]] = []
         #: Known once all input lanes are.
         self.plan: CallPlan | None = None

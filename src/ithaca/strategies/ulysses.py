@@ -30,6 +30,9 @@ from ithaca.strategies.options import Options, formats_of
 from ithaca.strategies.passage import Compute, Passage
 from ithaca.strategies.request import Request
 
+#: Which lanes are sent as bytes, and how.
+Compress = str | Mapping[str, str] | None
+
 
 class UlyssesAttention:
     """One backend across the ranks of a group. Every rank of the group makes the same calls in the same order.
@@ -113,7 +116,7 @@ class UlyssesAttention:
         causal: bool = False,
         text_tokens: int = 0,
         text_first: bool = True,
-        compress: str | Mapping[str, str] | None = None,
+        compress: Compress = None,
     ) -> Tensor:
         """Attention over the whole sequence.
 
@@ -167,7 +170,7 @@ class UlyssesAttention:
         causal: bool = False,
         text_tokens: int = 0,
         text_first: bool = True,
-        compress: str | Mapping[str, str] | None = None,
+        compress: Compress = None,
     ) -> Tensor:
         """The same, over tensors that are not there yet.
 
