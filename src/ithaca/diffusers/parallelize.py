@@ -41,8 +41,8 @@ def parallelize(
 
     Every rank calls this on the same model, and then runs it on the same inputs: each gets the whole output. The
     group (the default one if None) has ``ulysses_degree`` ranks. ``backend`` (SDPA if None) runs the self-attention;
-    ``asynchronous`` lets V, Q and K leave one by one, each while the next is computed. ``compress``: "int8" or
-    "float8" sends them as bytes, see `UlyssesAttention.__call__`; the result is then close to that of one rank, not equal.
+    ``asynchronous`` lets V, Q and K leave one by one, each while the next is computed. ``compress``: "int8" or "float8"
+    sends them as bytes, see `UlyssesAttention.__call__`; the result is then close to that of one rank, not equal.
 
     Raises `UnsupportedError` for a family that is not known and for a model that is parallelized already or has
     attention processors of another kind.
