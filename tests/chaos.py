@@ -86,8 +86,18 @@ def at_large() -> Counter[str]:
             ancestor = parents[ancestor]
             if ancestor == str(os.getpid()):
                 held["process"] += 1
-    held["shared memory"] += len(os.listdir("/dev/shm"))
+    held["shared memory that nobody maps"] += len(_orphans())
     return held
+
+
+def _orphans() -> set[str]:
+    """Named memory that no living process has: another program of this machine may have some of its own."""
+    names = set(os.listdir("/dev/shm"))
+    for pid in filter(str.isdigit, os.listdir("/proc") if names else ()):
+        with contextlib.suppress(OSError), open(f"/proc/{pid}/maps") as maps:
+            text = maps.read()
+            names = {name for name in names if name not in text}
+    return names
 
 
 def more(after: Counter[str], before: Counter[str]) -> str:

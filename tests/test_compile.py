@@ -28,6 +28,7 @@ from ithaca import (
 )
 from ithaca.exchange.copy_stream import ThreadStream
 from ithaca.strategies import compiled
+from ithaca.strategies.request import Request
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(300)]
 
@@ -267,14 +268,14 @@ def faulty(rank: int, exchange: str) -> list[tuple[str, str]]:
     torch.testing.assert_close(fn(q, k, v), expected, rtol=0, atol=1e-5)
     # A graph that is left in the middle: rank 1 pushes one lane and goes another way.
     if rank:
-        compiled.begin(compiled.THE_CLOCK, attn._tag, "v,q,k", None, None)
+        compiled.begin(compiled.THE_CLOCK, attn._tag, Request(("v", "q", "k")).encode(), None, None)
         compiled.push(compiled.THE_CLOCK, v, attn._tag, "v")
         attn.refuse(InvalidInputError("rank 1 left"))
     else:
         results.append(caught(lambda: fn(q, k, v)))
     torch.testing.assert_close(fn(q, k, v), expected, rtol=0, atol=1e-5)
     if rank:
-        compiled.begin(compiled.THE_CLOCK, attn._tag, "v,q,k", None, None)
+        compiled.begin(compiled.THE_CLOCK, attn._tag, Request(("v", "q", "k")).encode(), None, None)
     else:
         results.append(caught(lambda: fn(q, k, v)))
     torch.testing.assert_close(attn(q, k, v), expected, rtol=0, atol=1e-5)  # finds it open, and tells

@@ -23,7 +23,7 @@ M = TypeVar("M")
 #: Elements up to which a tensor counts as a setting, such as a timestep.
 _SMALL = 16
 
-#: Class of the transformer to the module that knows it, which has ``install(model, attention, asynchronous, compress)``.
+#: Class of the transformer to the module that knows it, and can ``install(model, attention, asynchronous, compress)``.
 FAMILIES = {"WanTransformer3DModel": "ithaca.diffusers.wan"}
 
 
