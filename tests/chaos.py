@@ -91,8 +91,11 @@ def at_large() -> Counter[str]:
 
 
 def _orphans() -> set[str]:
-    """Named memory that no living process has: another program of this machine may have some of its own."""
-    names = set(os.listdir("/dev/shm"))
+    """Named memory that no living process has: another program of this machine may have some of its own.
+
+    Nor are the semaphores of `multiprocessing` ours, which a program that was killed leaves to its resource tracker.
+    """
+    names = {name for name in os.listdir("/dev/shm") if not name.startswith("sem.mp-")}
     for pid in filter(str.isdigit, os.listdir("/proc") if names else ()):
         with contextlib.suppress(OSError), open(f"/proc/{pid}/maps") as maps:
             text = maps.read()

@@ -142,7 +142,7 @@ class SimulatedPeerMemory(PeerMemory):
     def grow(self, role: str, capacities: tuple[int, ...]) -> Generator[Wait, None, None]:
         capacity, generation = capacities[self.rank], self.generation + 1
         problem = f"rank {self.rank} has no {capacity} bytes" if capacity > self.machine.limit else ""
-        made = SimulatedSegment(self.rank, role, generation, capacity, bytearray(max(1, capacity)))
+        made = SimulatedSegment(self.rank, role, generation, capacity, bytearray(1 if problem else max(1, capacity)))
         nbytes = 8 * self.world_size
         made.stamps = SimulatedSegment(self.rank, f"{role} (stamps)", generation, nbytes, bytearray(nbytes))
         self._post(Message.GROWTH, (made, problem))
