@@ -20,6 +20,11 @@ SHAPES = [
     Shape((3, 5), heads=9, kv_heads=3, options={"head_splits": (2, 7)}),
     Shape((3, 5), (6,), heads=6, kv_heads=2, whole_kv=True),
     Shape((3, 5), (4, 2), v_dim=4, options={"seq_splits": (3, 5), "kv_seq_splits": (4, 2)}),
+    Shape((3, 5), options={"causal": True}),
+    Shape((5, 7), heads=6, kv_heads=2, options={"text_tokens": 2}),
+    Shape((5, 7), options={"text_tokens": 3, "text_first": False}),
+    Shape((3, 5), options={"compress": "int8"}),
+    Shape((3, 5), options={"compress": {"k": "float8", "out": "int8"}}),
 ]
 
 
