@@ -12,8 +12,6 @@ from ithaca.heads import KEYS
 from ithaca.plan import OUT, ROLES
 from ithaca.strategies.compression import FORMATS
 
-Sizes = tuple[int, ...]
-
 _LISTS = ("head_splits", "seq_splits", "kv_seq_splits")
 _FLAGS = ("kv_replicated", "mask_sharded", "causal", "text_first")
 #: Longer lists than this are told by their sum and a checksum.
