@@ -244,12 +244,19 @@ FAULTS: dict[str, tuple[Fault, Kind, str, Kind, str]] = {
         UnsupportedError,
         "NoMasks takes no mask",
     ),
-    "autograd": (
-        on_one(lambda t: attend([x.requires_grad_() for x in t])),
+    "a gradient that one rank requires": (
+        on_one(lambda t: attend_async([x.requires_grad_() for x in t])),
+        PlanMismatchError,
+        "rank 1 sent .* that requires grad",
+        PlanMismatchError,
+        "rank 1 sent .* that requires grad",
+    ),
+    "a gradient through bytes": (
+        on_one(lambda t: attend([x.requires_grad_() for x in t], compress="int8")),
         PeerRefusedError,
-        "no backward",
+        "sent as bytes have no backward",
         UnsupportedError,
-        "no backward",
+        "v requires grad, and lanes that are sent as bytes have no backward",
     ),
     "a call inside a closure": (
         on_one(nested),
@@ -259,7 +266,7 @@ FAULTS: dict[str, tuple[Fault, Kind, str, Kind, str]] = {
         "this one began inside another",
     ),
     "project_out raises": (  # the exchange is over by then: no peer waits for anything
-        lambda rank, t: attend_async(t, project_out=lambda heads: boom() if rank else heads * 1),
+        torch.no_grad()(lambda rank, t: attend_async(t, project_out=lambda heads: boom() if rank else heads * 1)),
         (),
         "",
         ClosureError,
@@ -315,7 +322,7 @@ FAULTS: dict[str, tuple[Fault, Kind, str, Kind, str]] = {
         "meta",
     ),
     "project_out returns a view, on both": (
-        lambda rank, t: attend_async(t, project_out=lambda heads: heads[:, 1:]),
+        torch.no_grad()(lambda rank, t: attend_async(t, project_out=lambda heads: heads[:, 1:])),
         ClosureError,
         "received a view of its argument",
         ClosureError,

@@ -269,7 +269,7 @@ def faulty(rank: int, exchange: str) -> list[tuple[str, str]]:
     # A graph that is left in the middle: rank 1 pushes one lane and goes another way.
     if rank:
         compiled.begin(compiled.THE_CLOCK, attn._tag, Request(("v", "q", "k")).encode(), None, None)
-        compiled.push(compiled.THE_CLOCK, v, attn._tag, "v")
+        compiled.push(compiled.THE_CLOCK, v, attn._tag, "v", False)
         attn.refuse(InvalidInputError("rank 1 left"))
     else:
         results.append(caught(lambda: fn(q, k, v)))

@@ -187,13 +187,14 @@ class CallPlan:
 
     ``out`` are its lanes. ``whole``: for K and V that every rank holds whole, and that are no lanes, their role, dtype
     and NHD shape. ``packed``: for lanes that are sent as bytes, their role and the dtype and head dim that they stand
-    for; of the output, those that it is sent as.
+    for; of the output, those that it is sent as. ``grads``: the roles that require a gradient.
     """
 
     lanes: tuple[Lane, ...]
     out: tuple[Lane, ...]
     whole: tuple[tuple[str, torch.dtype, tuple[int, ...]], ...] = ()
     packed: tuple[tuple[str, torch.dtype, int], ...] = ()
+    grads: tuple[str, ...] = ()
 
     @staticmethod
     @lru_cache(maxsize=1024)
@@ -201,6 +202,7 @@ class CallPlan:
         lanes: tuple[Lane, ...],
         whole: tuple[tuple[str, torch.dtype, tuple[int, ...]], ...] = (),
         packed: tuple[tuple[str, torch.dtype, int], ...] = (),
+        grads: tuple[str, ...] = (),
     ) -> CallPlan:
         """The plan of a call with the inward lanes ``q``, ``k``, ``v`` and those of gates (in any order)."""
         role = {lane.role: lane for lane in lanes}
@@ -219,7 +221,7 @@ class CallPlan:
                 raise InvalidInputError(
                     f"a gate was required to have the tokens and heads of the queries; received {lane} beside {q}"
                 )
-        return CallPlan(lanes=lanes, out=q.homeward(*kind), whole=whole, packed=packed)
+        return CallPlan(lanes=lanes, out=q.homeward(*kind), whole=whole, packed=packed, grads=grads)
 
     @cached_property
     def queries(self) -> Lane:

@@ -8,7 +8,7 @@ place ``i`` of the sharded sequence holds token ``order[i]``.
 from __future__ import annotations
 
 import math
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from ithaca.errors import InvalidInputError
 from ithaca.exchange.interface import Exchange
-from ithaca.geometry import Layout, Splits
+from ithaca.geometry import Layout, Span, Splits
 
 _GATHER = "gather"
 
@@ -53,21 +53,55 @@ def gather(piece: Tensor, dim: int, exchange: Exchange, order: Tensor | None = N
     """The whole of a tensor of which every rank holds a piece along ``dim``. Collective.
 
     Pieces may differ in their length, and in nothing else. The result is in the order of the ranks, or with the
-    ``order`` that they were cut in, as it was before; it is the caller's.
+    ``order`` that they were cut in, as it was before; it is the caller's. Backward is collective, too: the gradient of
+    a piece is the sum of those that the ranks have for it.
     """
     if piece.is_complex():
         dim = dim if dim >= 0 else dim + piece.dim()
         return torch.view_as_complex(gather(torch.view_as_real(piece), dim, exchange, order).contiguous())
     rows = piece.movedim(dim, 0)
-    with exchange.call((_GATHER,), Layout.NHD, gathered=True, terms=f"gather dim {dim} of {[*rows.shape[1:]]}") as call:
-        call.push(**{_GATHER: rows.reshape(1, rows.shape[0], 1, math.prod(rows.shape[1:]))})
-        with call.wait() as whole:
-            lane = whole.own()[_GATHER]
-    tokens = lane.view(lane.shape[1], *rows.shape[1:])
+    terms = f"gather dim {dim} of {[*rows.shape[1:]]}"
+    flat = rows.reshape(rows.shape[0], math.prod(rows.shape[1:]))
+    if flat.requires_grad and torch.is_grad_enabled():
+        gathered: Tensor = _Gather.apply(flat, exchange, terms)  # type: ignore[no-untyped-call]
+    else:
+        gathered, _ = _gathered(flat, exchange, terms, grad=False)
+    tokens = gathered.view(gathered.shape[0], *rows.shape[1:])
     if order is not None:
         _check(order, tokens.shape[0], exchange.rank)
         tokens = tokens.index_select(0, order.argsort().to(tokens.device))
     return tokens.movedim(0, dim)
+
+
+def _gathered(rows: Tensor, exchange: Exchange, terms: str, *, grad: bool) -> tuple[Tensor, tuple[Span, ...]]:
+    """Rows ``[S_local, N]`` of all ranks, and where each rank's are."""
+    with exchange.call((_GATHER,), Layout.NHD, gathered=True, terms=terms) as call:
+        call.draft.grads.extend((_GATHER,) if grad else ())
+        call.push(**{_GATHER: rows[None, :, None]})
+        with call.wait() as whole:
+            return whole.own()[_GATHER][0, :, 0], tuple(held.tokens for held in call.lanes[0].holds)
+
+
+class _Gather(torch.autograd.Function):
+    """Every rank was given all rows, so the gradient of one is the sum of theirs."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, exchange: Exchange, terms: str) -> Tensor:
+        whole, ctx.spans = _gathered(rows, exchange, terms, grad=True)
+        ctx.exchange, ctx.terms = exchange, terms
+        return whole
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        exchange: Exchange = ctx.exchange
+        # Rows in the place of heads: each rank has one "token" of all of them, and wants its own of every rank.
+        wanted = {_GATHER: ctx.spans}
+        terms = f"backward of {ctx.terms}"
+        with exchange.call((_GATHER,), Layout.NHD, gathered=True, wanted=wanted, terms=terms) as call:
+            call.push(**{_GATHER: grad[None, None]})
+            with call.wait() as arrived:
+                return arrived.own()[_GATHER][0].sum(0), None, None
 
 
 def _check(order: Tensor, tokens: int, rank: int) -> None:

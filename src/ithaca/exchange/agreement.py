@@ -7,6 +7,7 @@ rank whose own input is bad, or whose closure raised, tells the others.
 
 from __future__ import annotations
 
+import hashlib
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -41,7 +42,7 @@ DTYPES = (
 
 _MAGIC = b"ITHC"
 _FIXED = struct.Struct("<4s16sqqBB16s64s224s")  # magic, version, call, step, lanes, gathered, digest, order, terms
-_CLAIM = struct.Struct("<16sBBB4q")  # role, dtype, layout, what it stands for (one up, zero for itself), shape
+_CLAIM = struct.Struct("<16sBBBB4q")  # role, dtype, layout, what it stands for (one up, zero for itself), grad, shape
 _REFUSAL_NBYTES = HEADER_NBYTES - _FIXED.size - MAX_LANES * _CLAIM.size
 LARGEST_DIM = 2**40
 
@@ -50,7 +51,8 @@ LARGEST_DIM = 2**40
 class Claim:
     """What one rank says of its own tensor of one lane: the NHD shape ``[B, S_local, H, D]`` and how it wants it.
 
-    ``stands_for``: of bytes, the dtype that they are a packed form of.
+    ``stands_for``: of bytes, the dtype that they are a packed form of. ``grad``: whether it requires a gradient, which
+    takes calls of all ranks.
     """
 
     role: str
@@ -58,11 +60,13 @@ class Claim:
     layout: Layout
     shape: tuple[int, ...]
     stands_for: torch.dtype | None = None
+    grad: bool = False
 
     def __str__(self) -> str:
         kind = str(self.dtype).removeprefix("torch.")
         if self.stands_for is not None:
             kind += f" for {str(self.stands_for).removeprefix('torch.')}"
+        kind += " that requires grad" if self.grad else ""
         return f"{self.role} {list(self.shape)} {kind} into {self.layout.value}"
 
 
@@ -121,6 +125,7 @@ class Header:
                 DTYPES.index(c.dtype),
                 c.layout is Layout.HND,
                 0 if c.stands_for is None else 1 + DTYPES.index(c.stands_for),
+                c.grad,
                 *c.shape,
             )
             for c in self.claims
@@ -147,16 +152,16 @@ class Header:
             raise broken(f"{lanes} lanes, more than {MAX_LANES}")
         claims = []
         for i in range(lanes):
-            role, dtype, layout, packed, *shape = _CLAIM.unpack_from(data, _FIXED.size + i * _CLAIM.size)
+            role, dtype, layout, packed, grad, *shape = _CLAIM.unpack_from(data, _FIXED.size + i * _CLAIM.size)
             if (
                 max(dtype, packed - 1) >= len(DTYPES)
-                or layout > 1
+                or max(layout, grad) > 1
                 or not all(0 <= size <= LARGEST_DIM for size in shape)
             ):
                 raise broken(f"dtype {dtype}, layout {layout}, shape {shape}")
             stands_for = DTYPES[packed - 1] if packed else None
             into = Layout.HND if layout else Layout.NHD
-            claims.append(Claim(_text(role), DTYPES[dtype], into, tuple(shape), stands_for))
+            claims.append(Claim(_text(role), DTYPES[dtype], into, tuple(shape), stands_for, bool(grad)))
         return cls(
             call=call,
             step=step,
@@ -193,7 +198,7 @@ def settle(headers: Sequence[Header], rank: int) -> tuple[Lane, ...]:
 
 def _common(header: Header) -> tuple[object, ...]:
     """The part of a header that must be equal on all ranks: all but the number of local tokens."""
-    claims = tuple((c.role, c.dtype, c.stands_for, c.layout, c.shape[0], c.shape[2:]) for c in header.claims)
+    claims = tuple((c.role, c.dtype, c.stands_for, c.grad, c.layout, c.shape[0], c.shape[2:]) for c in header.claims)
     return header.version, header.call, header.step, header.order, header.gathered, header.terms, header.digest, claims
 
 
@@ -210,8 +215,14 @@ def _lanes(claims: tuple[tuple[Claim, ...], ...], wanted: tuple[tuple[Span, ...]
 
 
 def clipped(terms: str) -> str:
-    """``terms`` as far as a header carries them: a rank's own must read like those of its peers."""
-    return _text(_clip(terms, TERMS_NBYTES))
+    """``terms`` as a header carries them: a rank's own must read like those of its peers.
+
+    Where they are too long, a digest of all of them takes the place of the rest.
+    """
+    if len(_clip(terms, len(terms) * 8)) <= TERMS_NBYTES:
+        return terms
+    end = f"... {hashlib.blake2b(terms.encode(errors='backslashreplace'), digest_size=8).hexdigest()}"
+    return _text(_clip(terms, TERMS_NBYTES - len(end))) + end
 
 
 def _clip(text: str, nbytes: int) -> bytes:

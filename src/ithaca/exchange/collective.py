@@ -25,6 +25,7 @@ from ithaca.errors import (
     UnsupportedError,
 )
 from ithaca.exchange.agreement import HEADER_NBYTES, Header, settle
+from ithaca.exchange.draft import Draft
 from ithaca.exchange.interface import Call, Exchange
 from ithaca.exchange.lease import Lease, borrowed
 from ithaca.exchange.scrutiny import poison
@@ -46,8 +47,8 @@ class CollectiveExchange(Exchange):
         self._buffers: dict[str, Tensor] = {}
         self._leased: set[str] = set()
 
-    def _new_call(self, header: Header, layout: Layout) -> Call:
-        return _CollectiveCall(self, header, layout)
+    def _new_call(self, header: Header, draft: Draft) -> Call:
+        return _CollectiveCall(self, header, draft)
 
     def _trim(self) -> None:
         self._buffers.clear()
@@ -218,8 +219,8 @@ class _Flight:
 class _CollectiveCall(Call):
     _exchange: CollectiveExchange
 
-    def __init__(self, exchange: CollectiveExchange, header: Header, layout: Layout) -> None:
-        super().__init__(exchange, header, layout)
+    def __init__(self, exchange: CollectiveExchange, header: Header, draft: Draft) -> None:
+        super().__init__(exchange, header, draft)
         self._flights: list[_Flight] = []
 
     def _push(self, header: Header, tensors: dict[str, Tensor]) -> None:

@@ -19,7 +19,7 @@ import contextlib
 import os
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import TracebackType
 from typing import TypeVar
@@ -39,11 +39,12 @@ from ithaca.errors import (
 )
 from ithaca.exchange.agreement import DTYPES, LARGEST_DIM, Claim, Header, clipped
 from ithaca.exchange.counters import Counters
+from ithaca.exchange.draft import Draft
 from ithaca.exchange.lease import Lease
 from ithaca.exchange.refusal import Refusal, known
 from ithaca.exchange.scrutiny import watch_sources
 from ithaca.geometry import Layout, Span, Splits, Text
-from ithaca.heads import Heads, wanted
+from ithaca.heads import Heads
 from ithaca.plan import OUT, CallPlan, Lane, as_nhd
 
 #: Errors that every rank of the group raises alike, at the same step: after them the exchange goes on.
@@ -80,19 +81,21 @@ class Exchange(ABC):
         sanitize: bool = False,
         head_splits: Splits | None = None,
         text: Text = Text(),  # noqa: B008
+        wanted: Mapping[str, tuple[Span, ...]] | None = None,
     ) -> Call:
         """Begin a call that will push the lanes of ``order``, received in ``layout``; use it as a ``with`` block.
 
-        ``gathered``: every rank receives all heads (a plain gather over the tokens, without a way home). ``terms`` is
+        ``gathered``: there is no way home, and every rank receives all tokens of all heads, or of those that ``wanted``
+        gives it of a lane; several ranks may want one, and one may be wanted by none. ``terms`` is
         text that must be equal on all ranks. ``head_splits``: the query heads of each rank, see `Heads`.
         ``text``: what every rank holds of each lane beside its own tokens.
         ``sanitize``: slots are poisoned when their leases end, and sources that were written too early are found.
         Refused while another call of the group is under way.
         """
         header = Header(call=-1, step=0, order=order, gathered=gathered, terms=clipped(terms), text=text)
-        call = self._new_call(header, layout)
+        draft = Draft(layout, Heads(self.world_size, head_splits), (wanted or {}) if gathered else None)
+        call = self._new_call(header, draft)
         call.sanitize = sanitize
-        call.heads = Heads(self.world_size, head_splits)
         return call
 
     def _enter(self, call: Call) -> int:
@@ -117,7 +120,7 @@ class Exchange(ABC):
         return self._number
 
     @abstractmethod
-    def _new_call(self, header: Header, layout: Layout) -> Call: ...
+    def _new_call(self, header: Header, draft: Draft) -> Call: ...
 
     @abstractmethod
     def _trim(self) -> None:
@@ -173,18 +176,14 @@ class Exchange(ABC):
 class Call(ABC):
     """One call on this rank. See the module for its order of events."""
 
-    def __init__(self, exchange: Exchange, header: Header, layout: Layout) -> None:
-        self._exchange, self._header, self._layout = exchange, header, layout
+    def __init__(self, exchange: Exchange, header: Header, draft: Draft) -> None:
+        self._exchange, self._header = exchange, header
+        #: What is known of the plan so far.
+        self.draft = draft
         self._pushed: list[str] = []
         self._leases: list[Lease] = []
         #: Lanes that all ranks agreed on, in issue order; the output's last.
         self.lanes: list[Lane] = []
-        #: Who attends to which heads, as far as the lanes so far tell.
-        self.heads = Heads(exchange.world_size)
-        #: K and V that every rank holds whole: role, dtype, shape.
-        self._whole: list[tuple[str, torch.dtype, tuple[int, ...]]] = []
-        #: Lanes that are sent as bytes: role, dtype and head dim that they stand for; of the output, what is sent.
-        self.packed: list[tuple[str, torch.dtype, int]] = []
         #: Known once all input lanes are.
         self.plan: CallPlan | None = None
         #: Whether the last step at which ranks meet is behind this one: an error from then on is its own affair.
@@ -197,6 +196,11 @@ class Call(ABC):
         self.sanitize = False
         self._source_checks: list[Callable[[], None]] = []
 
+    @property
+    def number(self) -> int:
+        """Which call of the group this is; equal on all ranks."""
+        return self._header.call
+
     # -- what a strategy calls --------------------------------------------------------------------------------------
 
     def push(self, **tensors: Tensor) -> None:
@@ -207,18 +211,12 @@ class Call(ABC):
                 f"rank {self._exchange.rank}: lanes {due} were due in the order {self._header.order}; "
                 f"received {tuple(tensors)}"
             )
-        claims, stand_for = [], {role: dtype for role, dtype, _ in self.packed}
         for role, tensor in tensors.items():
             self._exchange.check(role, tensor)
-            claims.append(Claim(role, tensor.dtype, self._layout, tuple(tensor.shape), stand_for.get(role)))
-        lanes = tuple((claim.role, claim.shape[2]) for claim in claims)
-        if self._header.gathered:
-            spans = tuple((Span(0, heads),) * self._exchange.world_size for _, heads in lanes)
-        else:
-            self.heads, spans = wanted(self.heads, lanes)
+        claims, spans = self.draft.push(tensors)
         self._pushed.extend(tensors)
         # Detached: the copies may run on another thread, where grad mode is on by default.
-        header = self._next_header(claims=tuple(claims), wanted=spans)
+        header = self._next_header(claims=claims, wanted=spans)
         sources = {role: tensor.detach() for role, tensor in tensors.items()}
         self._last_step_taken = self._header.gathered and len(self._pushed) == len(self._header.order)
         if self.sanitize:
@@ -228,8 +226,7 @@ class Call(ABC):
     def keep(self, role: str, tensor: Tensor) -> None:
         """Take note of K or V ``[B, S, H, D]`` that every rank holds whole: part of the plan, and does not move."""
         self._exchange.check(role, tensor)
-        self.heads = self.heads.seen(None, tensor.shape[2], moves=False)
-        self._whole.append((role, tensor.dtype, tuple(tensor.shape)))
+        self.draft.keep(role, tensor)
 
     def wait(self) -> Lease:
         """Block until all lanes of the call have arrived from all ranks; the sources are free again."""
@@ -239,7 +236,7 @@ class Call(ABC):
         if self._header.gathered:
             self._complete = True
         else:
-            self.plan = CallPlan.attention(tuple(self.lanes), tuple(self._whole), tuple(self.packed))
+            self.plan = self.draft.plan(self.lanes)
         return lease
 
     def push_out(self, out: Tensor, layout: Layout) -> None:

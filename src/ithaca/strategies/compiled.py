@@ -6,6 +6,9 @@
   serves every layer and nothing is compiled again for the next.
 - `push` and `finish` both mutate the sources. A push borrows its source until the finish has waited for it; without the
   second mutation Inductor would reuse the memory while the copy stream still reads it.
+- Where a lane requires a gradient, the results are attached to the sources by an `autograd.Function` around the last
+  operator, which gives a *handle* beside the result: a tensor that holds the way back. It is all that is saved for
+  backward; with it goes what it holds.
 - A slot never enters the graph. `finish` waits, attends, releases and brings home in one operator, so that no pass can
   move a release before a read, nor reuse the memory of a slot as it reuses that of any other operator's result; and the
   lease's checks are as strict as in eager code.
@@ -16,12 +19,14 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from ithaca.errors import InvalidInputError, UnsupportedError
+from ithaca.errors import InvalidInputError
+from ithaca.strategies.gradient import Way
+from ithaca.strategies.handle import NUMBER, handle_of, recording, way_of
 from ithaca.strategies.passage import Passage
 from ithaca.strategies.request import Request
 
@@ -69,11 +74,11 @@ def begin(clock: Tensor, tag: Tensor, request: str, mask: Tensor | None, scale: 
     _open[number] = passage
 
 
-def push(clock: Tensor, source: Tensor, tag: Tensor, role: str) -> None:
+def push(clock: Tensor, source: Tensor, tag: Tensor, role: str, grad: bool) -> None:
     """Send a lane on its way. ``source`` is borrowed until `finish`."""
     passage = _under_way(_ticked(clock, tag))
     try:
-        passage.push({role: source})
+        passage.push({role: source}, (role,) if grad else ())
     except BaseException as error:
         leave(tag, error)
         raise
@@ -93,15 +98,63 @@ def finish(clock: Tensor, sources: list[Tensor], tag: Tensor, request: str, mask
     return result
 
 
+def finish_for_backward(
+    clock: Tensor, sources: list[Tensor], tag: Tensor, request: str, mask: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The same, and a handle for the way back."""
+    passage = _under_way(int(tag))
+    with recording():
+        result = finish(clock, sources, tag, request, mask)
+    assert passage.way is not None
+    return result, handle_of(passage.way)
+
+
 def attend(
     clock: Tensor, sources: Sequence[Tensor], tag: Tensor, request: str, mask: Tensor | None, scale: float | None
 ) -> Tensor:
     """The whole call at once."""
+    return _attend(clock, sources, tag, request, mask, scale, ())[0]
+
+
+def attend_for_backward(
+    clock: Tensor,
+    sources: Sequence[Tensor],
+    tag: Tensor,
+    request: str,
+    mask: Tensor | None,
+    scale: float | None,
+    grads: str,
+) -> tuple[Tensor, Tensor]:
+    """The same, and a handle for the way back. ``grads``: the roles that require a gradient."""
+    with recording():
+        result, way = _attend(clock, sources, tag, request, mask, scale, grads.split(","))
+    assert way is not None
+    return result, handle_of(way)
+
+
+def _attend(
+    clock: Tensor,
+    sources: Sequence[Tensor],
+    tag: Tensor,
+    request: str,
+    mask: Tensor | None,
+    scale: float | None,
+    grads: Sequence[str],
+) -> tuple[Tensor, Way | None]:
     number, asked = _ticked(clock, tag), Request.decode(request, mask, scale)
     leave(tag, left_in_the_middle())
     with _owners[number].passage(asked, sources[0].device) as passage:
-        passage.push(dict(zip(asked.given, sources, strict=True)))
-        return passage.finish().contiguous()
+        passage.push(dict(zip(asked.given, sources, strict=True)), grads)
+        return passage.finish().contiguous(), passage.way
+
+
+def backward(clock: Tensor, into: list[Tensor], grad_out: Tensor, handle: Tensor, tag: Tensor, grads: str) -> None:
+    """Fill ``into`` with the gradients of the roles ``grads``: a mutating operator may not return a list."""
+    _ticked(clock, tag)
+    with recording():
+        found = way_of(handle).gradients(grad_out, keep_graph=True)  # the handle's life says how long
+    for role, grad in zip(grads.split(","), into, strict=True):
+        grad.copy_(found[role])
 
 
 def left_in_the_middle() -> InvalidInputError:
@@ -142,12 +195,26 @@ def _home(sources: Sequence[Tensor], request: str) -> Tensor:
     return q.new_empty((*q.shape[:-1], v.shape[-1]))
 
 
+def _with_handle(home: Tensor) -> tuple[Tensor, Tensor]:
+    return home, torch.empty(1, dtype=NUMBER)
+
+
 BEGIN = torch.library.custom_op("ithaca::begin", begin, mutates_args=CLOCK)
 PUSH = torch.library.custom_op("ithaca::push", push, mutates_args=CLOCK_AND_SOURCE)
+FINISH_FOR_BACKWARD = torch.library.custom_op(
+    "ithaca::finish_for_backward", finish_for_backward, mutates_args=CLOCK_AND_SOURCES
+)
+ATTEND_FOR_BACKWARD = torch.library.custom_op("ithaca::attend_for_backward", attend_for_backward, mutates_args=CLOCK)
+BACKWARD = torch.library.custom_op("ithaca::backward", backward, mutates_args=("clock", "into"))
 FINISH = torch.library.custom_op("ithaca::finish", finish, mutates_args=CLOCK_AND_SOURCES)
 ATTEND = torch.library.custom_op("ithaca::attend", attend, mutates_args=CLOCK)
 BEGIN.register_fake(_nothing)
 PUSH.register_fake(_nothing)
+BACKWARD.register_fake(_nothing)
+FINISH_FOR_BACKWARD.register_fake(lambda clock, sources, tag, request, mask: _with_handle(_home(sources, request)))
+ATTEND_FOR_BACKWARD.register_fake(
+    lambda clock, sources, tag, request, mask, scale, grads: _with_handle(_home(sources, request))
+)
 FINISH.register_fake(lambda clock, sources, tag, request, mask: _home(sources, request))
 ATTEND.register_fake(lambda clock, sources, tag, request, mask, scale: _home(sources, request))
 
@@ -167,18 +234,67 @@ def traced_async(
     sources = []
     for role in request.given:
         given = computes[role]
-        source = _without_grad(role, given if isinstance(given, Tensor) else given())
-        PUSH(THE_CLOCK, source, tag, role)
+        source = given if isinstance(given, Tensor) else given()
+        PUSH(THE_CLOCK, source.data, tag, role, _requires_grad(source))
         sources.append(source)
-    out = FINISH(THE_CLOCK, sources, tag, text, request.mask)
+    grads = _grads(request.given, sources)
+    out: Tensor
+    if grads:
+        out = _ForBackward.apply(False, request.given, grads, text, tag, request.mask, None, *sources)  # type: ignore[no-untyped-call]
+    else:
+        out = FINISH(THE_CLOCK, sources, tag, text, request.mask)
     return out if project_out is None else project_out(out)
 
 
 def traced(tag: Tensor, request: Request, tensors: Mapping[str, Tensor]) -> Tensor:
     """`UlyssesAttention.__call__`, for the tracer."""
-    sources = [_without_grad(role, tensors[role]) for role in request.given]
-    out: Tensor = ATTEND(THE_CLOCK, sources, tag, request.encode(), request.mask, request.scale)
+    sources, text = [tensors[role] for role in request.given], request.encode()
+    grads = _grads(request.given, sources)
+    out: Tensor
+    if grads:
+        out = _ForBackward.apply(True, request.given, grads, text, tag, request.mask, request.scale, *sources)  # type: ignore[no-untyped-call]
+    else:
+        out = ATTEND(THE_CLOCK, sources, tag, text, request.mask, request.scale)
     return out
+
+
+class _ForBackward(torch.autograd.Function):
+    """The last operator of a call, and the way back through all of it.
+
+    The operators get ``.data``: they say that they mutate their sources, and do not, and autograd would believe that
+    what it has saved is no longer what it was.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        at_once: bool,
+        roles: tuple[str, ...],
+        grads: tuple[str, ...],
+        request: str,
+        tag: Tensor,
+        mask: Tensor | None,
+        scale: float | None,
+        *sources: Tensor,
+    ) -> Tensor:
+        given = [source.data for source in sources]
+        if at_once:
+            out, handle = ATTEND_FOR_BACKWARD(THE_CLOCK, given, tag, request, mask, scale, ",".join(grads))
+        else:
+            out, handle = FINISH_FOR_BACKWARD(THE_CLOCK, given, tag, request, mask)
+        ctx.save_for_backward(handle, tag)
+        ctx.grads = grads
+        ctx.shapes = [source.shape if role in grads else None for role, source in zip(roles, sources, strict=True)]
+        home: Tensor = out
+        return home
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        handle, tag = ctx.saved_tensors
+        found = [None if shape is None else grad.new_empty(shape) for shape in ctx.shapes]
+        into = [tensor for tensor in found if tensor is not None]
+        BACKWARD(THE_CLOCK, into, grad.contiguous(), handle, tag, ",".join(ctx.grads))
+        return (*(None,) * 7, *found)
 
 
 def valid(request: Request | InvalidInputError) -> Request:
@@ -188,7 +304,9 @@ def valid(request: Request | InvalidInputError) -> Request:
     return request
 
 
-def _without_grad(role: str, tensor: Tensor) -> Tensor:
-    if tensor.requires_grad and torch.is_grad_enabled():
-        raise UnsupportedError(f"{role} requires grad, and this version has no backward: use torch.no_grad()")
-    return tensor
+def _requires_grad(tensor: Tensor) -> bool:
+    return tensor.requires_grad and torch.is_grad_enabled()
+
+
+def _grads(roles: Sequence[str], sources: Sequence[Tensor]) -> tuple[str, ...]:
+    return tuple(role for role, source in zip(roles, sources, strict=True) if _requires_grad(source))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import nullcontext
 from dataclasses import replace
 from types import TracebackType
@@ -18,8 +18,10 @@ from ithaca.exchange.lease import Lease
 from ithaca.exchange.scrutiny import scrutinized
 from ithaca.geometry import Layout, Span, Splits
 from ithaca.heads import KEYS, MASK, Heads
-from ithaca.plan import GATE, OUT, TEXT_OUT, as_nhd
+from ithaca.plan import OUT, TEXT_OUT, as_nhd
 from ithaca.strategies import compression, masks
+from ithaca.strategies.checks import LaneChecks
+from ithaca.strategies.gradient import Way, WayAcross, attach
 from ithaca.strategies.local import Work, idle
 from ithaca.strategies.request import Request
 
@@ -56,6 +58,12 @@ class Passage:
                 self._formats = request.options.formats
             except Exception as error:  # the caller's code
                 self._fault = error
+        rank, ranks = (0, 1) if exchange is None else (exchange.rank, exchange.world_size)
+        self._checks = LaneChecks(backend, self._request, rank, ranks, self._here)
+        #: Roles that require a gradient.
+        self._grads: list[str] = []
+        #: The way back through this call, where anything requires a gradient; known once it is finished.
+        self.way: Way | None = None
         self._call: Call | None = None
         if exchange is not None:
             terms = self._request.terms + (", sanitized" if sanitize else "") + context
@@ -98,8 +106,11 @@ class Passage:
 
     # -- lanes -----------------------------------------------------------------------------------------------------
 
-    def push(self, given: dict[str, Tensor | Compute]) -> None:
-        """Send lanes on their way, under one agreement: tensors ``[B, S_local, H, D]``, or closures that make them."""
+    def push(self, given: dict[str, Tensor | Compute], grads: Collection[str] | None = None) -> None:
+        """Send lanes on their way, under one agreement: tensors ``[B, S_local, H, D]``, or closures that make them.
+
+        ``grads``: which of them require a gradient, where the tensors themselves do not say.
+        """
         lanes = {}
         for role, what in given.items():
             if role == MASK:
@@ -107,9 +118,13 @@ class Passage:
                     assert isinstance(what, Tensor)
                     lanes[role] = masks.shard(what, self._made["q"], self._made["k"], self._here)
                 continue
-            tensor = self._made[role] = self._checked(role, self._computed(role, what))
+            tensor = self._computed(role, what)
+            self._checks.check(role, tensor, self._made)
+            self._made[role] = tensor
+            if self._requires_grad(role, tensor, grads):
+                self._grads.append(role)
             if role == "v" and OUT in self._formats and self._call is not None:
-                self._call.packed.append((OUT, torch.uint8, tensor.shape[3] + compression.SCALE_NBYTES))
+                self._call.draft.packed.append((OUT, torch.uint8, tensor.shape[3] + compression.SCALE_NBYTES))
             if role in self._request.moving:
                 lanes[role] = self._packed(role, tensor)
             elif self._call is not None:
@@ -117,12 +132,26 @@ class Passage:
         if self._call is not None and lanes:
             self._call.push(**lanes)
 
+    def _requires_grad(self, role: str, tensor: Tensor, grads: Collection[str] | None) -> bool:
+        """Whether the way back has to be noted for this role; without a call, autograd does that by itself."""
+        if grads is not None:
+            required = role in grads
+        else:
+            required = self._call is not None and tensor.requires_grad and torch.is_grad_enabled()
+        if required and self._call is not None:
+            if self._formats:
+                raise UnsupportedError(
+                    f"{self._here}{role} requires grad, and lanes that are sent as bytes have no backward"
+                )
+            self._call.draft.grads.append(role)
+        return required
+
     def _packed(self, role: str, tensor: Tensor) -> Tensor:
         """What is sent of a lane."""
         format = self._formats.get(role)
         if format is None or self._call is None:
             return tensor
-        self._call.packed.append((role, tensor.dtype, tensor.shape[3]))
+        self._call.draft.packed.append((role, tensor.dtype, tensor.shape[3]))
         return compression.pack(tensor, format)
 
     def _computed(self, role: str, given: Tensor | Compute) -> Tensor:
@@ -142,79 +171,11 @@ class Passage:
             )
         return tensor
 
-    def _checked(self, role: str, tensor: Tensor) -> Tensor:
-        """The tensor of a lane, if it goes with the backend and the lanes before it."""
-        capabilities, name = self._backend.capabilities, type(self._backend).__name__
-        if tensor.dim() != 4:
-            raise InvalidInputError(
-                f"{self._here}{role} was required to be [B, S_local, H, D]; received {list(tensor.shape)}"
-            )
-        if tensor.dtype not in capabilities.dtypes:
-            raise UnsupportedError(
-                f"{self._here}{name} was required to attend in {tensor.dtype}; it can in "
-                f"{', '.join(sorted(map(str, capabilities.dtypes)))}"
-            )
-        if tensor.requires_grad and torch.is_grad_enabled() and self._call is not None:
-            raise UnsupportedError(
-                f"{self._here}{role} requires grad, and this version has no backward: use torch.no_grad()"
-            )
-        for other, earlier in self._made.items():
-            self._match(role, tensor, other, earlier)
-        self._count(role, tensor)
-        if self._request.mask is not None and not capabilities.masks:
-            raise UnsupportedError(f"{self._here}{name} takes no mask, and none is ever dropped")
-        if self._request.options.causal and not capabilities.causal:
-            raise UnsupportedError(f"{self._here}{name} was required to attend causally, and cannot")
-        if role.startswith(GATE) and role.removeprefix(GATE) not in capabilities.gates:
-            raise UnsupportedError(
-                f"{self._here}{name} was required to take the gate {role.removeprefix(GATE)!r}; "
-                f"it takes {sorted(capabilities.gates) or 'none'}"
-            )
-        return tensor
-
-    def _match(self, role: str, tensor: Tensor, other: str, earlier: Tensor) -> None:
-        """Batch, dtype and device are shared by all; tokens and heads by k and v, and by q and gates; D by q and k."""
-        required = list(earlier.shape)
-        if len({role, other} & {*KEYS}) == 1:
-            required[1] = tensor.shape[1]
-            keys, queries = (tensor, earlier) if role in KEYS else (earlier, tensor)
-            if self._backend.capabilities.gqa and keys.shape[2] and queries.shape[2] % keys.shape[2] == 0:
-                required[2] = tensor.shape[2]
-        if {role, other} != {"q", "k"}:
-            required[3] = tensor.shape[3]
-        if list(tensor.shape) != required or tensor.dtype != earlier.dtype or tensor.device != earlier.device:
-            raise InvalidInputError(
-                f"{self._here}{role} was required to be {required} {earlier.dtype} on {earlier.device}, as {other} is; "
-                f"received {list(tensor.shape)} {tensor.dtype} on {tensor.device}"
-            )
-
-    def _count(self, role: str, tensor: Tensor) -> None:
-        """Hold the tokens of a lane against the splits that the caller stated."""
-        text = self._request.options.text.tokens
-        if tensor.shape[1] < text:
-            raise InvalidInputError(
-                f"{self._here}{role} was required to hold {text} tokens of text; received {tensor.shape[1]}"
-            )
-        stated = self._request.options.splits_of(role)
-        if stated is None:
-            return
-        tokens = tensor.shape[1] - text
-        if self._exchange is None:
-            rank, ranks = 0, 1
-        else:
-            rank, ranks = self._exchange.rank, self._exchange.world_size
-        if len(stated) != ranks:
-            raise InvalidInputError(
-                f"{self._here}splits were required to be one length for each of {ranks} ranks; received {stated}"
-            )
-        if tokens != stated[rank]:
-            whole = " (the whole sequence: was it not cut?)" if tokens == sum(stated) else ""
-            raise InvalidInputError(
-                f"{self._here}{role} was required to have {stated[rank]} tokens, as the splits {stated} say; "
-                f"received {tokens}{whole}"
-            )
-
     # -- the result ------------------------------------------------------------------------------------------------
+
+    def attached(self, result: Tensor) -> Tensor:
+        """The result of `finish`, with a gradient towards the lanes that require one."""
+        return result if self.way is None else attach(self.way, result, self._made)
 
     def finish(self, project_out: Callable[[Tensor], Tensor] | None = None) -> Tensor:
         """Wait for all lanes, attend, and bring this rank's tokens home: ``[B, S_local, H, D]``, or the projection."""
@@ -246,16 +207,18 @@ class Passage:
             kv_len = len(lanes["k"].wants[rank].tokens) if "k" in lanes else self._made["k"].shape[1]
             work = Work(
                 self._request,
-                self._mask(inputs, q_len, kv_len, call.heads.q_spans[rank]),
+                self._mask(inputs, q_len, kv_len, call.draft.heads.q_spans[rank]),
                 q_len,
                 kv_len,
-                call.heads.q_spans[rank],
-                call.heads.kv_spans[rank],
-                call.heads.group,
+                call.draft.heads.q_spans[rank],
+                call.draft.heads.kv_spans[rank],
+                call.draft.heads.group,
             )
+            if call.plan.grads:
+                self.way = self._way_back(call, work)
             queries = lanes["q"].wants[rank]
             if not len(work.q_heads):
-                idle(rank, self._made["q"].shape[2], call.heads.q_spans)
+                idle(rank, self._made["q"].shape[2], call.draft.heads.q_spans)
             shape = queries.shape(self._layout, lanes["q"].batch, self._made["v"].shape[3])
             if kv_len == 0 or not math.prod(shape):
                 # Fewer heads than ranks, or no tokens: nothing to attend to.
@@ -266,6 +229,8 @@ class Passage:
                 for role, format in self._formats.items()
                 if role in lanes
             }
+            if self.way is not None:
+                return self._attend_for_backward(self.way, work, inputs)
             if borrows(self._backend, device) and set(lanes) - set(unpacked):
                 with scrutinized(inputs) if self._sanitize else nullcontext():
                     result = self._run(work, inputs, unpacked)
@@ -274,6 +239,29 @@ class Passage:
             owned = inputs.own(without=frozenset(unpacked))
             inputs.release()
             return self._run(work, owned, unpacked)
+
+    def _way_back(self, call: Call, work: Work) -> WayAcross:
+        assert call.plan is not None and self._exchange is not None
+        rank = self._exchange.rank
+        shapes: dict[str, tuple[int, ...]] = {lane.role: lane.slot_shape(rank) for lane in call.plan.lanes}
+        shapes |= {role: tuple(self._kept(work, role).shape) for role in KEYS if role not in shapes}
+        return WayAcross(
+            exchange=self._exchange,
+            layout=self._layout,
+            plan=call.plan,
+            heads=call.draft.heads.q_spans,
+            kv_heads=work.kv_heads,
+            number=call.number,
+            sanitize=self._sanitize,
+            shapes={role: shapes[role] for role in call.plan.grads},
+        )
+
+    def _attend_for_backward(self, way: Way, work: Work, inputs: Lease) -> Tensor:
+        """Run the backend on copies, which it may keep, and note its graph."""
+        owned = inputs.own()
+        inputs.release()
+        owned |= {role: self._kept(work, role) for role in KEYS if role not in owned}
+        return way.attend(owned, lambda rooted: self._run(work, rooted, {}), type(self._backend).__name__)
 
     def _attend_alone(self) -> Tensor:
         (_, q_len, heads, _), (_, kv_len, kv_heads, _) = self._made["q"].shape, self._made["k"].shape
@@ -285,6 +273,10 @@ class Passage:
             self._request, mask, q_len, kv_len, Span(0, heads), Span(0, kv_heads), heads // max(kv_heads, 1) or 1
         )
         inputs = {role: as_nhd(tensor, self._layout) for role, tensor in self._made.items()}
+        if self._grads:
+            self.way = Way(layout=self._layout, shapes={role: tuple(inputs[role].shape) for role in self._grads})
+            name = type(self._backend).__name__
+            return as_nhd(self.way.attend(inputs, lambda rooted: self._run(work, rooted, {}), name), self._layout)
         return as_nhd(self._run(work, inputs, {}), self._layout)
 
     def _run(self, work: Work, inputs: Lease | dict[str, Tensor], unpacked: dict[str, Tensor]) -> Tensor:
@@ -293,11 +285,15 @@ class Passage:
         def lane(role: str) -> Tensor:
             if role in unpacked:
                 return unpacked[role]
-            if self._call is None or role in self._request.moving:
+            if (isinstance(inputs, dict) and role in inputs) or role in self._request.moving:
                 return inputs[role]
-            return as_nhd(self._made[role][:, :, work.kv_heads.start : work.kv_heads.stop], self._layout)
+            return self._kept(work, role)
 
         return work.run(self._backend, lane, self._here)
+
+    def _kept(self, work: Work, role: str) -> Tensor:
+        """This rank's heads of K or V that every rank holds whole, in the backend's layout."""
+        return as_nhd(self._made[role][:, :, work.kv_heads.slice], self._layout)
 
     def _bring_home(self, out: Tensor, unowned: bool, project_out: Callable[[Tensor], Tensor] | None) -> Tensor:
         if project_out is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from ithaca.errors import InvalidInputError
@@ -48,6 +49,8 @@ class Request:
                 f"mask was required to be a tensor or None, and scale a number or None; "
                 f"received {type(mask).__name__} and {type(scale).__name__}"
             )
+        if mask is not None and mask.requires_grad and torch.is_grad_enabled():
+            raise InvalidInputError("mask was required not to require grad: masks get no gradient")
         options.check()
         if options.mask_sharded and mask is None:
             raise InvalidInputError("a mask was required of which this rank holds a shard; received None")

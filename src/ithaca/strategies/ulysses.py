@@ -149,7 +149,7 @@ class UlyssesAttention:
             return compiled.traced(self._tag, compiled.valid(request), given)
         with self._entered(request, given) as passage:
             passage.push({role: given[role] for role in passage.order})
-            return passage.finish()
+            return passage.attached(passage.finish())
 
     def forward_async(
         self,
@@ -191,7 +191,10 @@ class UlyssesAttention:
         with self._entered(request, given) as passage:
             for role in passage.order:
                 passage.push({role: given[role]})
-            return passage.finish(project_out)
+            if not torch.is_grad_enabled():
+                return passage.finish(project_out)
+            out = passage.attached(passage.finish())
+        return out if project_out is None else project_out(out)  # autograd may keep what it is given
 
     def refuse(self, error: Exception) -> None:
         """Tell the peers that this rank left the calls that they are in or will enter next, and why."""

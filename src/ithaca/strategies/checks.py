@@ -1,0 +1,88 @@
+"""What a rank's own tensors are held against before they leave."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ithaca.backends.interface import AttentionBackend
+from ithaca.errors import InvalidInputError, UnsupportedError
+from ithaca.heads import KEYS
+from ithaca.plan import GATE
+from ithaca.strategies.request import Request
+
+
+@dataclass(frozen=True)
+class LaneChecks:
+    """Of one call on one rank. ``here`` begins the message of an error."""
+
+    backend: AttentionBackend
+    request: Request
+    rank: int
+    ranks: int
+    here: str
+
+    def check(self, role: str, tensor: Tensor, made: Mapping[str, Tensor]) -> None:
+        """Raise unless ``tensor`` goes with the backend, the request, and the lanes that were ``made`` before it."""
+        capabilities, name = self.backend.capabilities, type(self.backend).__name__
+        if tensor.dim() != 4:
+            raise InvalidInputError(
+                f"{self.here}{role} was required to be [B, S_local, H, D]; received {list(tensor.shape)}"
+            )
+        if tensor.dtype not in capabilities.dtypes:
+            raise UnsupportedError(
+                f"{self.here}{name} was required to attend in {tensor.dtype}; it can in "
+                f"{', '.join(sorted(map(str, capabilities.dtypes)))}"
+            )
+        for other, earlier in made.items():
+            self._match(role, tensor, other, earlier)
+        self._count(role, tensor)
+        if self.request.mask is not None and not capabilities.masks:
+            raise UnsupportedError(f"{self.here}{name} takes no mask, and none is ever dropped")
+        if self.request.options.causal and not capabilities.causal:
+            raise UnsupportedError(f"{self.here}{name} was required to attend causally, and cannot")
+        if role.startswith(GATE) and role.removeprefix(GATE) not in capabilities.gates:
+            raise UnsupportedError(
+                f"{self.here}{name} was required to take the gate {role.removeprefix(GATE)!r}; "
+                f"it takes {sorted(capabilities.gates) or 'none'}"
+            )
+
+    def _match(self, role: str, tensor: Tensor, other: str, earlier: Tensor) -> None:
+        """Batch, dtype and device are shared by all; tokens and heads by k and v, and by q and gates; D by q and k."""
+        required = list(earlier.shape)
+        if len({role, other} & {*KEYS}) == 1:
+            required[1] = tensor.shape[1]
+            keys, queries = (tensor, earlier) if role in KEYS else (earlier, tensor)
+            if self.backend.capabilities.gqa and keys.shape[2] and queries.shape[2] % keys.shape[2] == 0:
+                required[2] = tensor.shape[2]
+        if {role, other} != {"q", "k"}:
+            required[3] = tensor.shape[3]
+        if list(tensor.shape) != required or tensor.dtype != earlier.dtype or tensor.device != earlier.device:
+            raise InvalidInputError(
+                f"{self.here}{role} was required to be {required} {earlier.dtype} on {earlier.device}, as {other} is; "
+                f"received {list(tensor.shape)} {tensor.dtype} on {tensor.device}"
+            )
+
+    def _count(self, role: str, tensor: Tensor) -> None:
+        """Hold the tokens of a lane against the splits that the caller stated."""
+        text = self.request.options.text.tokens
+        if tensor.shape[1] < text:
+            raise InvalidInputError(
+                f"{self.here}{role} was required to hold {text} tokens of text; received {tensor.shape[1]}"
+            )
+        stated = self.request.options.splits_of(role)
+        if stated is None:
+            return
+        tokens = tensor.shape[1] - text
+        if len(stated) != self.ranks:
+            raise InvalidInputError(
+                f"{self.here}splits were required to be one length for each of {self.ranks} ranks; received {stated}"
+            )
+        if tokens != stated[self.rank]:
+            whole = " (the whole sequence: was it not cut?)" if tokens == sum(stated) else ""
+            raise InvalidInputError(
+                f"{self.here}{role} was required to have {stated[self.rank]} tokens, as the splits {stated} say; "
+                f"received {tokens}{whole}"
+            )
