@@ -12,10 +12,11 @@ import torch
 from cases import GatedBackend, mine, qkv
 from conftest import Run
 from test_autograd import EXCHANGES, SIZES, Block, close, seeded, summed
+from test_compile import hold_copies_back
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ithaca import SdpaBackend, UlyssesAttention
+from ithaca import SdpaBackend, UlyssesAttention, exchange_for, run_ranks
 from ithaca.backends.reference import dense_attention
 from ithaca.strategies import handle
 
@@ -132,6 +133,27 @@ def shapes(rank: int, exchange: str) -> None:
 @pytest.mark.parametrize("exchange", EXCHANGES)
 def test_shapes(on_ranks: Run, exchange: str) -> None:
     on_ranks(2, shapes, exchange, timeout=240)
+
+
+def held_back(rank: int) -> None:
+    """Copies that begin only when they are waited for, and a second backward that goes the same way back."""
+    attn = UlyssesAttention(SdpaBackend(), exchange=exchange_for(want="slots", copy="thread"))
+    layers = nn.Sequential(*(Block(attn) for _ in range(3)))
+    x = seeded(2, 6, 12, seed=rank)
+    layers(x).square().sum().backward()
+    expected = [p.grad for p in layers.parameters()]
+    hold_copies_back()
+    layers.zero_grad()
+    loss = torch.compile(layers, fullgraph=True)(x).square().sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    for p, once in zip(layers.parameters(), expected, strict=True):
+        assert once is not None
+        torch.testing.assert_close(p.grad, 2 * once, rtol=1e-4, atol=1e-4)
+
+
+def test_sources_live_until_they_were_read_however_late_the_copy_is() -> None:
+    run_ranks(held_back, 2)
 
 
 def test_one_rank_needs_no_group() -> None:

@@ -120,7 +120,7 @@ def generated(rank: int) -> str:
 
 def test_the_generated_code_pushes_each_lane_before_the_next_projection(on_ranks: Run) -> None:
     code = on_ranks(2, generated, timeout=240)[0]
-    steps = re.findall(r"addmm(?=\()|ithaca\.(?:begin|push|finish)(?=\.default\()|, '[qkv]'\)", code)
+    steps = re.findall(r"addmm(?=\()|ithaca\.(?:begin|push|finish)(?=\.default\()|, '[qkv]'(?=, False\))", code)
     said = " ".join(step.strip(",') ").removeprefix("ithaca.") for step in steps)
     layer = "addmm push v addmm push q addmm push k finish"
     # The projection of one layer may run after the next call has begun: that says nothing to anybody.
@@ -235,14 +235,6 @@ def test_one_rank_needs_no_group() -> None:
     attn = UlyssesAttention(SdpaBackend())
     fn = torch.compile(lambda q, k, v: attn.forward_async(lambda: q + 1, lambda: k + 1, lambda: v + 1), fullgraph=True)
     torch.testing.assert_close(fn(q, k, v), one_rank(q + 1, k + 1, v + 1))
-
-
-def test_what_requires_grad_is_refused_when_it_is_compiled() -> None:
-    q, k, v = qkv(7, 6, heads=4)
-    attn = UlyssesAttention(SdpaBackend())
-    fn = torch.compile(lambda q, k, v: attn(q, k, v), fullgraph=True)
-    with pytest.raises(Exception, match="q requires grad, and this version has no backward"):
-        fn(q.requires_grad_(), k, v)
 
 
 # -- faults ------------------------------------------------------------------------------------------------------------

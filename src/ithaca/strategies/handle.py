@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -54,12 +55,11 @@ def way_of(handle: Tensor) -> Way:
     return memory.way
 
 
-def recording() -> AbstractContextManager[None]:
-    """Let autograd record inside of a custom operator, which runs below it."""
+@contextmanager
+def recording() -> Iterator[None]:
+    """Let autograd record inside of a custom operator, which runs below it, and with grad mode off."""
     below = torch._C._dispatch_tls_local_exclude_set()
     for key in _AUTOGRAD:
         below = below.remove(key)
-    guard: AbstractContextManager[None] = torch._C._ForceDispatchKeyGuard(
-        torch._C._dispatch_tls_local_include_set(), below
-    )
-    return guard
+    with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), below), torch.enable_grad():
+        yield
