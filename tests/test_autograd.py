@@ -76,7 +76,7 @@ def test_every_shape(on_ranks: Run, exchange: str, kind: str) -> None:
         on_ranks(ranks, all_shapes, exchange, shapes)
 
 
-def jointly(rank: int, exchange: str, ranks: int, text: int, first: bool) -> None:
+def jointly(rank: int, exchange: str, ranks: int, text: int, first: bool, whole_keys: bool) -> None:
     """Text with gates, keys masked for one sample: each rank holds its part of the text's gradient."""
     attn = UlyssesAttention(GatedBackend(), exchange=exchange)
     sizes = (3, 0, 4)[:ranks]
@@ -94,13 +94,15 @@ def jointly(rank: int, exchange: str, ranks: int, text: int, first: bool) -> Non
     reference = {name: t.double().requires_grad_() for name, t in everything.items()}
     wanted = dense_attention(*(reference[n] for n in "qkv"), mask=seen[:, None, None]) * reference["fine"]
     (wanted * weight).sum().backward()
-    pieces = {name: local(t).clone().requires_grad_() for name, t in everything.items()}
+    everywhere = ("k", "v") if whole_keys else ()
+    pieces = {name: (t if name in everywhere else local(t)).clone().requires_grad_() for name, t in everything.items()}
     out = attn(
         *(pieces[n] for n in "qkv"),
         gates={"fine": pieces["fine"]},
         mask=seen,
         text_tokens=text,
         text_first=first,
+        kv_replicated=whole_keys,
     )
     close(out, local(wanted))
     share = torch.ones(tokens, 1, 1)
@@ -112,6 +114,9 @@ def jointly(rank: int, exchange: str, ranks: int, text: int, first: bool) -> Non
     for name, piece in pieces.items():
         required = reference[name].grad
         assert piece.grad is not None and required is not None
+        if name in everywhere:
+            close(summed(piece.grad), required)
+            continue
         close(piece.grad[:, mine_rest], mine(required[:, rest], sizes, rank))
         close(summed(piece.grad[:, mine_text]), required[:, of_text])
 
@@ -120,7 +125,8 @@ def jointly(rank: int, exchange: str, ranks: int, text: int, first: bool) -> Non
 @pytest.mark.parametrize("first", [True, False])
 def test_text_gates_and_masks(on_ranks: Run, exchange: str, first: bool) -> None:
     for ranks in (2, 3):
-        on_ranks(ranks, jointly, exchange, ranks, 4, first)
+        for whole_keys in (False, True):
+            on_ranks(ranks, jointly, exchange, ranks, 4, first, whole_keys)
 
 
 class Block(nn.Module):

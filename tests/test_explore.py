@@ -9,6 +9,7 @@ import pytest
 from faulty import FAULTS, FreesOnGrowth, faulty
 
 from ithaca import InvalidInputError
+from ithaca.exchange.peer_memory.simulated import SimulatedPeerMemory
 from ithaca.verify import explore
 from ithaca.verify.exploration import COPIES, Finding
 from ithaca.verify.races import RaceDetector
@@ -39,6 +40,14 @@ def test_nothing_is_wrong_in_any_schedule_of_few_preemptions(
     report = explore(scenario, layers=layers, copies=copies, preemptions=preemptions, schedules=20_000)
     assert report.exhausted and not report.findings, report
     assert report.schedules > 100
+
+
+@pytest.mark.parametrize("memory", [SimulatedPeerMemory, FreesOnGrowth])
+def test_processes_share_the_schedules_and_report_the_same(memory: type[SimulatedPeerMemory]) -> None:
+    options: dict[str, Any] = {"copies": "agent", "schedules": 15, "seed": 3, "memory": memory}
+    alone = explore("outer", **options)
+    assert explore("outer", **options, processes=2) == alone
+    assert alone.schedules == 15 and bool(alone.findings) == (memory is FreesOnGrowth)
 
 
 @pytest.mark.parametrize("trips", [1, 2, 3])

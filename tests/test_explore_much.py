@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from itertools import product
 
@@ -13,11 +14,13 @@ from ithaca.verify.scenarios import SCENARIOS
 
 pytestmark = pytest.mark.chaos
 
+CORES = len(os.sched_getaffinity(0))
+
 
 @pytest.mark.timeout(1800)
 def test_ten_thousand_schedules() -> None:
     started = time.monotonic()
-    report = explore("self", ranks=2, layers=3, schedules=10_000, seed=1_000_000)
+    report = explore("self", ranks=2, layers=3, schedules=10_000, seed=1_000_000, processes=CORES)
     print(f"\n{report.schedules} schedules of 2 ranks x 3 layers, {report.steps} steps, {report.accesses} accesses")
     print(f"in {time.monotonic() - started:.0f} s, {len(report.findings)} findings")
     assert report.schedules == 10_000 and not report.findings
@@ -27,7 +30,7 @@ def test_ten_thousand_schedules() -> None:
 def test_many_schedules_of_everything() -> None:
     schedules = steps = 0
     for scenario, ranks, copies in product(SCENARIOS, (2, 3, 4), COPIES):
-        report = explore(scenario, ranks=ranks, copies=copies, schedules=200, seed=2_000_000)
+        report = explore(scenario, ranks=ranks, copies=copies, schedules=200, seed=2_000_000, processes=CORES)
         schedules, steps = schedules + report.schedules, steps + report.steps
         assert not report.findings, report.findings[0]
     print(f"\n{schedules} schedules of {len(SCENARIOS)} scenarios on 2, 3 and 4 ranks, {steps} steps, 0 findings")

@@ -139,6 +139,9 @@ def refused(rank: int, exchange: str, how: str) -> str:
         "no mask": lambda: attn(q, k, v, mask_sharded=True),
         "a shard of nothing": lambda: attn(q, k, v, mask=torch.ones(BATCH, 9, dtype=torch.bool), mask_sharded=True),
         "keys here, rows there": lambda: attn(q, k, v, mask=rows if rank else keys, mask_sharded=True),
+        "a shard of whole keys": lambda: attn(
+            q, *tensors(False)[1:], mask=torch.ones(BATCH, 7, dtype=torch.bool), mask_sharded=True, kv_replicated=True
+        ),
         "a shard here, a whole one there": lambda: attn(
             q, k, v, mask=torch.ones(BATCH, 7) if rank else torch.zeros(keys.shape), mask_sharded=not rank
         ),
@@ -163,6 +166,7 @@ def refused(rank: int, exchange: str, how: str) -> str:
         ("causal over others", "as many keys as queries; received 8 queries and 7 keys"),
         ("no mask", "a mask was required of which this rank holds a shard; received None"),
         ("a shard of nothing", "the shard of a mask was required to be"),
+        ("a shard of whole keys", "a mask over the queries was required .* K and V whole; received \\[2, 7\\]"),
         ("keys here, rows there", "PlanMismatchError"),
         ("a shard here, a whole one there", "PlanMismatchError.*mask in shards"),
     ],

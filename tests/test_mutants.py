@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 
 import pytest
 
+from ithaca import run_ranks
 from ithaca.verify.equivalent import EQUIVALENT, reason
 from ithaca.verify.mutants import Mutant, hunted, mutants
 
@@ -13,8 +15,15 @@ from ithaca.verify.mutants import Mutant, hunted, mutants
 SCHEDULES = 12
 
 
+CORES = len(os.sched_getaffinity(0))
+
+
+def surviving(process: int, some: list[Mutant]) -> list[str]:
+    return [str(mutant) for mutant in some[process::CORES] if hunted(mutant, SCHEDULES) is None]
+
+
 def judge(some: list[Mutant]) -> None:
-    survivors = [str(mutant) for mutant in some if hunted(mutant, SCHEDULES) is None]
+    survivors = [each for part in run_ranks(surviving, CORES, some, timeout=7200) for each in part]
     print(f"\n{len(some)} mutants, {len(some) - len(survivors)} killed")
     for why, count in Counter(map(reason, survivors)).items():
         print(f"  {count} survived: {why}")

@@ -236,6 +236,34 @@ def test_ranks_that_were_given_different_inputs_are_told(on_ranks: Run) -> None:
             assert words in message and "rank 0 sent" in message and "rank 1 sent" in message
 
 
+def uncut(rank: int, exchange: str, compiled: bool) -> str:
+    """The hooks that cut are gone, so every rank has all tokens, and would attend to each of them twice."""
+    model, given = wan(), inputs(GRIDS["15 tokens"])
+    expected = model(**given)[0]
+    parallelize(model, ulysses_degree=2, exchange=exchange)
+    hooks = model.blocks[0]._forward_pre_hooks, model.rope._forward_hooks
+    kept = [dict(each) for each in hooks]
+    for each in hooks:
+        each.clear()
+    if compiled:
+        model.compile_repeated_blocks(fullgraph=True)
+    with pytest.raises(InvalidInputError) as raised:
+        model(**given)
+    for each, hook in zip(hooks, kept, strict=True):
+        each.update(hook)
+    torch._dynamo.reset()
+    torch.testing.assert_close(model(**given)[0], expected, rtol=0, atol=1e-5)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("exchange", ["slots", "collective"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_tokens_that_nobody_has_cut(on_ranks: Run, exchange: str, compiled: bool) -> None:
+    for rank, said in enumerate(on_ranks(2, uncut, exchange, compiled)):
+        required = f"rank {rank}: q was required to have {8 - rank} tokens, as the splits (8, 7) say"
+        assert said.startswith(f"{required}; received 15 (the whole sequence: was it not cut?)"), said
+
+
 def copied(rank: int) -> None:
     model, given = wan(), inputs(GRIDS["24 tokens"])
     parallelize(model, ulysses_degree=2)

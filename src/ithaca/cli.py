@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -68,6 +69,9 @@ def explore(
         int | None, typer.Option(help="Go through all schedules that interrupt a rank so many times at most.")
     ] = None,
     schedule: Annotated[str | None, typer.Option(help="Run this one again, as in 'seed-7'.")] = None,
+    processes: Annotated[
+        int | None, typer.Option(help="Among which random schedules are shared out; as many as cores, if not given.")
+    ] = None,
 ) -> None:
     """Run the exchange on simulated ranks through many schedules: look for races, deadlocks and wrong results."""
     from rich.progress import track
@@ -78,6 +82,7 @@ def explore(
 
     names = list(SCENARIOS) if scenario is None else [scenario]
     options = {"ranks": ranks, "layers": layers, "copies": copies, "schedules": schedules, "seed": seed}
+    options["processes"] = processes or len(os.sched_getaffinity(0))
     console = Console()
     reports = {
         name: explored(name, **options, preemptions=preemptions, schedule=schedule)  # type: ignore[arg-type]

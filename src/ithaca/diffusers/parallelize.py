@@ -6,6 +6,7 @@ import contextlib
 import functools
 import hashlib
 import importlib
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from ithaca.backends.interface import AttentionBackend
 from ithaca.backends.sdpa import SdpaBackend
 from ithaca.errors import ClosureError, InvalidInputError, IthacaError, UnsupportedError
 from ithaca.exchange.interface import Exchange
+from ithaca.geometry import Splits
 from ithaca.strategies.ulysses import Compress, UlyssesAttention
 
 M = TypeVar("M")
@@ -23,7 +25,8 @@ M = TypeVar("M")
 #: Elements up to which a tensor counts as a setting, such as a timestep.
 _SMALL = 16
 
-#: Class of the transformer to the module that knows it, and can ``install(model, attention, asynchronous, compress)``.
+#: Class of the transformer to the module that knows it: it can ``install(model, attention, asynchronous, compress)``,
+#: and tell the ``tokens(model, *args, **kwargs)`` of a forward, before anything has cut them.
 FAMILIES = {"WanTransformer3DModel": "ithaca.diffusers.wan"}
 
 
@@ -62,7 +65,7 @@ def parallelize(
             from ithaca.diffusers.token_hooks import install_token_hooks
 
             install_token_hooks(model, lambda: attention.exchange)
-            _keep_together(model, attention)
+            _keep_together(model, attention, functools.partial(family.tokens, model))
         model._ithaca = attention  # type: ignore[assignment]
     return model_or_pipeline
 
@@ -94,11 +97,12 @@ def _transformers(model_or_pipeline: Any) -> list[nn.Module]:
     return found
 
 
-def _keep_together(model: nn.Module, attention: UlyssesAttention) -> None:
+def _keep_together(model: nn.Module, attention: UlyssesAttention, tokens: Callable[..., int]) -> None:
     """Keep the ranks together around a forward.
 
     Ranks that were given inputs of other shapes or dtypes, or another timestep, find out in the first attention. A
     model that raises between two calls would leave its peers waiting in the next one: it is entered, and refused.
+    Tokens that reach an attention without having been cut, which would be attended to once a rank, are told there.
     """
 
     def note(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -111,6 +115,7 @@ def _keep_together(model: nn.Module, attention: UlyssesAttention) -> None:
     @functools.wraps(forward)
     def told(*args: Any, **kwargs: Any) -> Any:
         try:
+            attention.tokens = Splits.even(tokens(*args, **kwargs), attention.ulysses_degree)
             return forward(*args, **kwargs)
         except Exception as error:
             if isinstance(error, IthacaError) and error.group_knows:
@@ -118,5 +123,7 @@ def _keep_together(model: nn.Module, attention: UlyssesAttention) -> None:
             with contextlib.suppress(IthacaError):  # peers that are gone need not be told
                 attention.refuse(ClosureError(f"{type(model).__name__}.forward raised {type(error).__name__}: {error}"))
             raise
+        finally:
+            attention.tokens = None
 
     model.forward = told

@@ -6,6 +6,7 @@ all: diffusers' own processor runs there unchanged and not one byte moves.
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any
 
@@ -88,6 +89,12 @@ def _rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     even, odd = heads[..., 0::2], heads[..., 1::2]
     cos, sin = cos[..., 0::2], sin[..., 1::2]
     return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2).type_as(heads)
+
+
+def tokens(model: WanTransformer3DModel, hidden_states: Tensor, *args: object, **kwargs: object) -> int:
+    """Tokens that the latents ``[B, C, F, H, W]`` make, a patch each."""
+    sizes = zip(hidden_states.shape[2:], model.config.patch_size, strict=True)
+    return math.prod(size // patch for size, patch in sizes)
 
 
 def install(

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ithaca.backends.interface import AttentionBackend
 from ithaca.errors import InvalidInputError, UnsupportedError
+from ithaca.geometry import Splits
 from ithaca.heads import KEYS
 from ithaca.plan import GATE
 from ithaca.strategies.request import Request
@@ -16,10 +17,13 @@ from ithaca.strategies.request import Request
 
 @dataclass(frozen=True)
 class LaneChecks:
-    """Of one call on one rank. ``here`` begins the message of an error."""
+    """Of one call on one rank. ``here`` begins the message of an error. ``tokens``: those of Q on each rank, where the
+    model knows and the caller does not say.
+    """
 
     backend: AttentionBackend
     request: Request
+    tokens: Splits | None
     rank: int
     ranks: int
     here: str
@@ -67,12 +71,16 @@ class LaneChecks:
 
     def _count(self, role: str, tensor: Tensor) -> None:
         """Hold the tokens of a lane against the splits that the caller stated."""
+        if role in KEYS and self.request.options.kv_replicated:
+            return
         text = self.request.options.text.tokens
         if tensor.shape[1] < text:
             raise InvalidInputError(
                 f"{self.here}{role} was required to hold {text} tokens of text; received {tensor.shape[1]}"
             )
         stated = self.request.options.splits_of(role)
+        if stated is None and role not in KEYS and self.tokens is not None:
+            stated = self.tokens.sizes
         if stated is None:
             return
         tokens = tensor.shape[1] - text

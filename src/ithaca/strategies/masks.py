@@ -29,8 +29,13 @@ def whole(mask: Tensor, batch: int, heads: int, q_len: int, kv_len: int, here: s
     return full if full.shape[1] == 1 else full[:, mine.start : mine.stop]
 
 
-def shard(mask: Tensor, q: Tensor, k: Tensor, here: str) -> Tensor:
+def shard(mask: Tensor, q: Tensor, k: Tensor, here: str, *, whole_keys: bool) -> Tensor:
     """This rank's shard as a lane: of keys ``[B, S_kv_local, 1, 1]``, of queries ``[B, S_local, H, S_kv]``."""
+    if mask.dim() == 2 and whole_keys:
+        raise InvalidInputError(
+            f"{here}a mask over the queries was required to be in shards where every rank holds K and V whole; "
+            f"received {list(mask.shape)}, over the keys: give it whole"
+        )
     if mask.dim() == 2 and mask.shape[0] in (1, q.shape[0]) and mask.shape[1] == k.shape[1]:
         return mask[:, :, None, None]
     rows = mask.dim() == 4 and mask.shape[0] in (1, q.shape[0]) and mask.shape[1] in (1, q.shape[2])

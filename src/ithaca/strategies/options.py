@@ -53,16 +53,12 @@ class Options:
                 raise InvalidInputError(f"{name} was required to be True or False; received {getattr(self, name)!r}")
         if type(self.text_tokens) is not int or self.text_tokens < 0:
             raise InvalidInputError(f"text_tokens was required to be a number >= 0; received {self.text_tokens!r}")
-        if self.text_tokens and (self.kv_replicated or self.mask_sharded):
-            raise InvalidInputError("text_tokens were received with K and V that do not move, or a mask in shards")
         if self.kv_replicated and self.kv_seq_splits is not None:
             raise InvalidInputError("kv_seq_splits were received for keys that every rank was said to hold whole")
 
     def splits_of(self, role: str) -> Sequence[int] | None:
         """The tokens that each rank was said to hold of a lane; None where nothing was said."""
-        if role not in KEYS:
-            return self.seq_splits
-        return None if self.kv_replicated else self.kv_seq_splits
+        return self.kv_seq_splits if role in KEYS else self.seq_splits
 
     @property
     def terms(self) -> str:

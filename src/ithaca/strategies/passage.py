@@ -42,6 +42,7 @@ class Passage:
         request: Request | InvalidInputError,
         *,
         context: str = "",
+        tokens: Splits | None = None,
         sanitize: bool = False,
     ) -> None:
         self._backend, self._exchange, self._sanitize = backend, exchange, sanitize
@@ -59,7 +60,7 @@ class Passage:
             except Exception as error:  # the caller's code
                 self._fault = error
         rank, ranks = (0, 1) if exchange is None else (exchange.rank, exchange.world_size)
-        self._checks = LaneChecks(backend, self._request, rank, ranks, self._here)
+        self._checks = LaneChecks(backend, self._request, tokens, rank, ranks, self._here)
         #: Roles that require a gradient.
         self._grads: list[str] = []
         #: The way back through this call, where anything requires a gradient; known once it is finished.
@@ -116,7 +117,13 @@ class Passage:
             if role == MASK:
                 if self._call is not None:
                     assert isinstance(what, Tensor)
-                    lanes[role] = masks.shard(what, self._made["q"], self._made["k"], self._here)
+                    lanes[role] = masks.shard(
+                        what,
+                        self._made["q"],
+                        self._made["k"],
+                        self._here,
+                        whole_keys=self._request.options.kv_replicated,
+                    )
                 continue
             tensor = self._computed(role, what)
             self._checks.check(role, tensor, self._made)

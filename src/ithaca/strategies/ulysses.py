@@ -23,6 +23,7 @@ from ithaca.backends.interface import AttentionBackend
 from ithaca.errors import InvalidInputError, UnsupportedError
 from ithaca.exchange.choice import EXCHANGES, exchange_for
 from ithaca.exchange.interface import Exchange
+from ithaca.geometry import Splits
 from ithaca.heads import MASK
 from ithaca.plan import GATE
 from ithaca.strategies import compiled
@@ -62,6 +63,8 @@ class UlyssesAttention:
         self._tag = compiled.tag_of(self)
         #: Text that must be equal on all ranks in every call: what a model was given, say.
         self.context = ""
+        #: The tokens of Q on each rank, for calls that state none: what the model that is running has cut.
+        self.tokens: Splits | None = None
 
     def __reduce__(self) -> NoReturn:
         raise UnsupportedError(
@@ -134,9 +137,15 @@ class UlyssesAttention:
         moves like a lane. ``causal``: a key takes part only for queries that do not come before it; there must be as
         many of one as of the other. ``text_tokens``: so many tokens of Q, K and V (and gates) are the same on every
         rank, before this rank's own or with ``text_first=False`` after them, and in the whole sequence before or after
-        all others: they are attended to once, do not move, and come back whole on every rank, where they were.
+        all others: they are attended to once, do not move, and come back whole on every rank, where they were. They
+        have rows in a shard of a mask, too; with ``kv_replicated``, K and V are whole, whatever they hold.
         ``compress``: "int8" or "float8" sends Q, K and V as bytes with a scale for each token and head; a mapping says
         which of ``q``, ``k``, ``v`` and ``out``, and how.
+
+        Where Q, K, V or gates require grad, so does the result, on every rank; backward is collective, in the same
+        order on all. The loss of the group is the sum of those of its ranks: gradients of what is sharded are those of
+        one rank, and of what every rank holds (weights, text, K and V with ``kv_replicated``) each rank gets its part,
+        to be summed over the group. A mask gets no gradient, and lanes that are sent as bytes have none.
 
         Raises an `IthacaError` on every rank of the group, within the deadline, whatever the fault and wherever.
         """
@@ -206,7 +215,9 @@ class UlyssesAttention:
     def passage(self, request: Request | InvalidInputError, device: torch.device) -> Passage:
         """A call, to be entered."""
         exchange = self._resolve(device) if self.ulysses_degree > 1 else None
-        return Passage(self.backend, exchange, request, context=self.context, sanitize=self.sanitize)
+        return Passage(
+            self.backend, exchange, request, context=self.context, tokens=self.tokens, sanitize=self.sanitize
+        )
 
     def _entered(self, request: Request | InvalidInputError, given: Mapping[str, object]) -> Passage:
         compiled.leave(self._tag, compiled.left_in_the_middle())

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,12 +19,15 @@ from ithaca.exchange.copy_stream import CopyStream, Task
 from ithaca.exchange.peer_memory.interface import Signal
 from ithaca.exchange.peer_memory.simulated import SimulatedMachine, SimulatedPeerMemory, Stamp
 from ithaca.exchange.slots import SlotExchange
+from ithaca.launch import run_ranks
 from ithaca.verify.races import RaceDetector, VectorClocks
 from ithaca.verify.scenarios import SCENARIOS, Scenario
 from ithaca.verify.site import Site
 from ithaca.verify.turns import BoundedScheduler, RandomScheduler, Scheduler, TurnTaking, scheduler_of
 
 COPIES = ("inline", "agent")
+#: What an exploration on several processes may take, in seconds: a day.
+_LONGEST = 86_400.0
 
 
 @dataclass(frozen=True)
@@ -111,19 +115,26 @@ def explore(
     exchange: type[SlotExchange] = SlotExchange,
     memory: type[SimulatedPeerMemory] = SimulatedPeerMemory,
     stop_at_first: bool = False,
+    processes: int = 1,
 ) -> Report:
     """Run up to ``schedules`` schedules of a scenario (see `ithaca.verify.scenarios`) on simulated ranks.
 
     They are drawn at random from ``seed`` on; with ``preemptions``, all of those with at most that many are gone
     through instead; with ``schedule``, the one of that id is run again. ``copies`` says where the exchange's copies
     run: "inline", or as an "agent" of their own, as on a thread. ``exchange`` and ``memory`` are the classes under
-    test. Raises `InvalidInputError` where there is no such scenario, or no such way to run it.
+    test. Random schedules are shared out among ``processes``, each of which needs to import them; the report is the
+    same. Raises `InvalidInputError` where there is no such scenario, or no such way to run it.
     """
     if scenario not in SCENARIOS or copies not in COPIES or not 2 <= ranks <= 4 or layers < 1:
         raise InvalidInputError(
             f"a scenario of {', '.join(SCENARIOS)}, copies of {', '.join(COPIES)}, 2 to 4 ranks and a layer at least "
             f"were required; received {scenario!r}, {copies!r}, {ranks} ranks and {layers} layers"
         )
+    if processes > 1 and preemptions is None and schedule is None:
+        first = [seed + schedules * i // processes for i in range(processes + 1)]
+        how: dict[str, Any] = {"ranks": ranks, "layers": layers, "copies": copies, "exchange": exchange}
+        share = partial(explore, scenario, **how, memory=memory, stop_at_first=stop_at_first)
+        return _sum(run_ranks(_part, processes, share, first, timeout=_LONGEST), stop_at_first)
     report, known = Report(), SCENARIOS[scenario]
     for scheduler in _schedulers(report, schedules, seed, preemptions, schedule):
         error = _run(known, ranks, layers, copies, scheduler, exchange, memory, report)
@@ -133,6 +144,20 @@ def explore(
             if stop_at_first:
                 break
     return report
+
+
+def _part(process: int, share: Callable[..., Report], first: Sequence[int]) -> Report:
+    return share(schedules=first[process + 1] - first[process], seed=first[process])
+
+
+def _sum(parts: Sequence[Report], stop_at_first: bool) -> Report:
+    findings = [finding for part in parts for finding in part.findings]
+    return Report(
+        sum(part.schedules for part in parts),
+        sum(part.steps for part in parts),
+        sum(part.accesses for part in parts),
+        findings=findings[:1] if stop_at_first else findings,
+    )
 
 
 def _schedulers(
