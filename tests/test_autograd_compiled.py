@@ -25,6 +25,7 @@ pytestmark = [pytest.mark.full, pytest.mark.timeout(300)]
 HOW: dict[str, Callable[[nn.Module], Callable[[Tensor], Tensor]]] = {
     "plain": lambda model: torch.compile(model, fullgraph=True),
     "dynamic": lambda model: torch.compile(model, fullgraph=True, dynamic=True),
+    "block by block": lambda model: nn.Sequential(*(torch.compile(block, fullgraph=True) for block in model)),  # type: ignore
     "checkpoint": lambda model: torch.compile(lambda x: checkpoint(model, x, use_reentrant=False), fullgraph=True),
     "checkpoint around": lambda model: functools.partial(checkpoint, torch.compile(model), use_reentrant=False),
 }
@@ -154,6 +155,28 @@ def held_back(rank: int) -> None:
 
 def test_sources_live_until_they_were_read_however_late_the_copy_is() -> None:
     run_ranks(held_back, 2)
+
+
+def accumulated(rank: int) -> None:
+    """Forward twice, through graphs of one block each, before the backward of either."""
+    attn = UlyssesAttention(SdpaBackend())
+    blocks = nn.Sequential(*(Block(attn) for _ in range(2)))
+    batches = [seeded(2, 3 + rank, 12, seed=seed) for seed in (1, 2)]
+    for x in batches:
+        blocks(x).square().sum().backward()
+    expected = [p.grad for p in blocks.parameters()]
+    blocks.zero_grad()
+    torch._dynamo.reset()
+    compiled = HOW["block by block"](blocks)
+    losses = [compiled(x).square().sum() for x in batches]
+    for loss in losses:
+        loss.backward()
+    for p, required in zip(blocks.parameters(), expected, strict=True):
+        torch.testing.assert_close(p.grad, required, rtol=1e-4, atol=1e-4)
+
+
+def test_several_graphs_and_forwards_ahead_of_their_backward(on_ranks: Run) -> None:
+    on_ranks(2, accumulated)
 
 
 def test_one_rank_needs_no_group() -> None:

@@ -16,6 +16,7 @@ import torch._dynamo
 from conftest import Run
 from diffusers import WanTransformer3DModel
 from diffusers.models.transformers.transformer_wan import WanAttnProcessor
+from test_autograd import close, summed
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from ithaca import (
@@ -275,6 +276,37 @@ def copied(rank: int) -> None:
 
 def test_a_parallelized_model_is_not_copied(on_ranks: Run) -> None:
     on_ranks(2, copied)
+
+
+def trained(rank: int, exchange: str, asynchronous: bool, how: str) -> None:
+    """Every rank has the whole output and so the whole loss: the mean of their gradients is that of one rank."""
+    torch._dynamo.reset()
+    model, given = wan().train().requires_grad_(True), inputs(GRIDS["15 tokens"])
+    alone = copy.deepcopy(model)
+    parallelize(model, ulysses_degree=2, exchange=exchange, asynchronous=asynchronous)
+    if how == "checkpointed":
+        model.enable_gradient_checkpointing()
+    elif how == "compiled":
+        model.compile_repeated_blocks(fullgraph=True)
+    latents = {}
+    for one in (alone, model):
+        latents[one] = given["hidden_states"].clone().requires_grad_()
+        out = one(**{**given, "hidden_states": latents[one]})[0]
+        (out * out.detach().roll(1)).mean().backward()
+    close(summed(latents[model].grad) / 2, latents[alone].grad, 1e-5)
+    required = dict(alone.named_parameters())
+    for name, weight in model.named_parameters():
+        name = name.removeprefix("_orig_mod.")
+        assert (weight.grad is None) == (required[name].grad is None), name
+        if weight.grad is not None:
+            close(summed(weight.grad) / 2, required[name].grad, 1e-5)
+    assert sum(weight.grad is not None for weight in required.values()) > 40
+
+
+@pytest.mark.parametrize("exchange", ["slots", "collective"])
+@pytest.mark.parametrize(("asynchronous", "how"), [(True, ""), (False, ""), (True, "checkpointed"), (True, "compiled")])
+def test_training(on_ranks: Run, exchange: str, asynchronous: bool, how: str) -> None:
+    on_ranks(2, trained, exchange, asynchronous, how, timeout=240)
 
 
 def compiled_blocks(rank: int, asynchronous: bool) -> None:

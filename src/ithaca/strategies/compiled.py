@@ -1,7 +1,8 @@
 """Attention across ranks inside ``torch.compile(fullgraph=True)``: custom operators around one `Passage`.
 
 - Every operator mutates the one *clock* of the process, which gives the calls of all attentions one order, the same on
-  all ranks, and keeps them from being dropped.
+  all ranks, and keeps them from being dropped. Backward has a clock of its own: the graph saves it in forward, and what
+  is saved may not have been mutated by a later forward.
 - An attention is known by its *tag*, a tensor that holds its number. It is an input of the graph, so that one graph
   serves every layer and nothing is compiled again for the next.
 - `push` and `finish` both mutate the sources. A push borrows its source until the finish has waited for it; without the
@@ -43,8 +44,8 @@ class Owner(Protocol):
     def passage(self, request: Request | InvalidInputError, device: torch.device) -> Passage: ...
 
 
-#: Counts the operators that have run.
-THE_CLOCK = torch.zeros(1, dtype=torch.int64)
+#: Count the operators that have run.
+THE_CLOCK, BACKWARD_CLOCK = torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
 
 _owners: weakref.WeakValueDictionary[int, Owner] = weakref.WeakValueDictionary()
 _numbers = itertools.count(1)
@@ -293,7 +294,7 @@ class _ForBackward(torch.autograd.Function):
         handle, tag = ctx.saved_tensors
         found = [None if shape is None else grad.new_empty(shape) for shape in ctx.shapes]
         into = [tensor for tensor in found if tensor is not None]
-        BACKWARD(THE_CLOCK, into, grad.contiguous(), handle, tag, ",".join(ctx.grads))
+        BACKWARD(BACKWARD_CLOCK, into, grad.contiguous(), handle, tag, ",".join(ctx.grads))
         return (*(None,) * 7, *found)
 
 
