@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ithaca import CorruptHeaderError, Layout, PeerRefusedError, PlanMismatchError
-from ithaca.exchange.agreement import DTYPES, HEADER_NBYTES, MAX_LANES, Claim, Header, settle
+from ithaca.exchange.agreement import DTYPES, HEADER_NBYTES, MAX_LANES, Claim, Header, clipped, settle
 from ithaca.geometry import Splits
 
 pytestmark = pytest.mark.fast
@@ -102,6 +102,12 @@ def test_any_other_difference_is_an_error_that_says_who_sent_what(other: Header)
         with pytest.raises(PlanMismatchError) as raised:
             settle([V, other], rank)
         assert f"rank 0 sent {V}" in str(raised.value) and f"rank 1 sent {other}" in str(raised.value)
+
+
+@given(st.text(max_size=400), st.text(max_size=400))
+def test_terms_that_differ_differ_when_clipped_too(terms: str, others: str) -> None:
+    assert (clipped(terms) == clipped(others)) == (terms == others)
+    assert Header.decode(replace(V, terms=clipped(terms)).encode(), rank=0).terms == clipped(terms)
 
 
 def test_a_refusal_goes_before_everything_else() -> None:

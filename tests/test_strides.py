@@ -54,7 +54,8 @@ def projections(strides: str) -> tuple[Tensor, Tensor, Tensor]:
 def counted(rank: int, strides: str, layout: Layout) -> None:
     attn = UlyssesAttention(SdpaBackend(layout), exchange=exchange_for(want="slots", copy="inline"))
     whole = projections(strides)
-    pieces = [mine(t, (3, 5), rank) for t in whole]
+    # Without grad mode, that they could have a gradient costs nothing.
+    pieces = [mine(t, (3, 5), rank).requires_grad_() for t in whole]
     expected = mine(dense_attention(*whole), (3, 5), rank)
     with torch.no_grad():
         attn(*pieces)  # memory grows

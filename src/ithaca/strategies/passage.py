@@ -305,8 +305,6 @@ class Passage:
     def _bring_home(self, out: Tensor, unowned: bool, project_out: Callable[[Tensor], Tensor] | None) -> Tensor:
         if project_out is None:
             return out.clone() if unowned else out
-        if unowned and torch.is_grad_enabled():
-            out = out.clone()  # autograd may save it for the gradient of a weight
         try:
             result = project_out(out)
         except Exception as error:

@@ -188,7 +188,7 @@ class UlyssesAttention:
         order changes no result. ``("q", "k", "v")``, with K and V of another length, is cross-attention.
         ``project_out`` is given the returned heads ``[B, S_local, H, D]`` while they still lie in the slot, and its
         result, which must not share memory with them, is returned: that saves the copy that the caller would get
-        otherwise.
+        otherwise. In grad mode, where autograd may keep what it is given, it is given that copy.
         """
         given = _lanes(compute_q, compute_k, compute_v, gates, mask)
         options = Options(
