@@ -136,6 +136,35 @@ def test_shapes(on_ranks: Run, exchange: str) -> None:
     on_ranks(2, shapes, exchange, timeout=240)
 
 
+def twice(rank: int, exchange: str) -> None:
+    """One tensor for K and V, and a mask that travels as a lane: the tracer sees each of them twice."""
+    torch._dynamo.reset()
+    attn = UlyssesAttention(SdpaBackend(), exchange=exchange)
+    q, k, _ = qkv(8, 8, heads=3)
+    mask = seeded(1, 8) > -0.5
+    q64, k64 = (t.double().requires_grad_() for t in (q, k))
+    dense_attention(q64, k64, k64, mask=mask[:, None, None]).square().sum().backward()
+    shard = mask.split(SIZES, dim=1)[rank]
+    for at_once in (True, False):
+
+        def run(q: Tensor, k: Tensor, mask: Tensor, at_once: bool = at_once) -> Tensor:
+            k = k * 1.0
+            if at_once:
+                return attn(q, k, k, mask=mask, mask_sharded=True)
+            return attn.forward_async(lambda: q * 1.0, lambda: k, lambda: k, mask=mask, mask_sharded=True)
+
+        pieces = [mine(t, SIZES, rank).clone().requires_grad_() for t in (q, k)]
+        torch.compile(run, fullgraph=True)(*pieces, shard).square().sum().backward()
+        for piece, t in zip(pieces, (q64, k64), strict=True):
+            assert t.grad is not None
+            close(piece.grad, mine(t.grad, SIZES, rank), 1e-4)
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_a_tensor_may_be_given_twice(on_ranks: Run, exchange: str) -> None:
+    on_ranks(2, twice, exchange, timeout=240)
+
+
 def held_back(rank: int) -> None:
     """Copies that begin only when they are waited for, and a second backward that goes the same way back."""
     attn = UlyssesAttention(SdpaBackend(), exchange=exchange_for(want="slots", copy="thread"))

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from ithaca.errors import InvalidInputError
+from ithaca.strategies.autocast import autocast
 from ithaca.strategies.gradient import Way
 from ithaca.strategies.handle import NUMBER, handle_of, recording, way_of
 from ithaca.strategies.passage import Passage
@@ -235,13 +236,14 @@ def traced_async(
     sources = []
     for role in request.given:
         given = computes[role]
-        source = given if isinstance(given, Tensor) else given()
+        source = autocast(role, given if isinstance(given, Tensor) else given())
         PUSH(THE_CLOCK, source.data, tag, role, _requires_grad(source))
         sources.append(source)
     grads = _grads(request.given, sources)
     out: Tensor
     if grads:
-        out = _ForBackward.apply(False, request.given, grads, text, tag, request.mask, None, *sources)  # type: ignore[no-untyped-call]
+        mask, *sources = _distinct(request.mask, *sources)
+        out = _ForBackward.apply(False, request.given, grads, text, tag, mask, None, *sources)  # type: ignore[no-untyped-call]
     else:
         out = FINISH(THE_CLOCK, sources, tag, text, request.mask)
     return out if project_out is None else project_out(out)
@@ -249,11 +251,12 @@ def traced_async(
 
 def traced(tag: Tensor, request: Request, tensors: Mapping[str, Tensor]) -> Tensor:
     """`UlyssesAttention.__call__`, for the tracer."""
-    sources, text = [tensors[role] for role in request.given], request.encode()
+    sources, text = [autocast(role, tensors[role]) for role in request.given], request.encode()
     grads = _grads(request.given, sources)
     out: Tensor
     if grads:
-        out = _ForBackward.apply(True, request.given, grads, text, tag, request.mask, request.scale, *sources)  # type: ignore[no-untyped-call]
+        mask, *sources = _distinct(request.mask, *sources)
+        out = _ForBackward.apply(True, request.given, grads, text, tag, mask, request.scale, *sources)  # type: ignore[no-untyped-call]
     else:
         out = ATTEND(THE_CLOCK, sources, tag, text, request.mask, request.scale)
     return out
@@ -303,6 +306,15 @@ def valid(request: Request | InvalidInputError) -> Request:
     if isinstance(request, InvalidInputError):
         raise request
     return request
+
+
+def _distinct(*given: Any) -> tuple[Any, ...]:
+    """The same, with an alias for a tensor that comes again: the tracer lets a `Function` take none twice."""
+    seen: list[Any] = []
+    for tensor in given:
+        again = tensor is not None and any(tensor is other for other in seen)
+        seen.append(tensor.view_as(tensor) if again else tensor)
+    return tuple(seen)
 
 
 def _requires_grad(tensor: Tensor) -> bool:

@@ -20,6 +20,7 @@ from ithaca.geometry import Layout, Span, Splits
 from ithaca.heads import KEYS, MASK, Heads
 from ithaca.plan import OUT, TEXT_OUT, as_nhd
 from ithaca.strategies import compression, masks
+from ithaca.strategies.autocast import autocast
 from ithaca.strategies.checks import LaneChecks
 from ithaca.strategies.gradient import Way, WayAcross, attach
 from ithaca.strategies.local import Work, idle
@@ -125,7 +126,7 @@ class Passage:
                         whole_keys=self._request.options.kv_replicated,
                     )
                 continue
-            tensor = self._computed(role, what)
+            tensor = autocast(role, self._computed(role, what))
             self._checks.check(role, tensor, self._made)
             self._made[role] = tensor
             if self._requires_grad(role, tensor, grads):
