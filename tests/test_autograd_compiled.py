@@ -1,4 +1,4 @@
-"""Gradients through compiled calls: as in eager code, with the way back held by what the graph saves."""
+"""Gradients through compiled calls: as in eager code, with the backward held by what the graph saves."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ithaca import SdpaBackend, UlyssesAttention, exchange_for, run_ranks
 from ithaca.backends.reference import dense_attention
-from ithaca.strategies import handle
+from ithaca.strategies import registry
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(300)]
 
@@ -61,7 +61,7 @@ def trained(rank: int, exchange: str, how: str, kind: type[Block], lengths: Sequ
             assert p.grad is not None and required.grad is not None
             close(summed(p.grad), required.grad, 1e-9)
     gc.collect()
-    assert not handle._memories
+    assert not registry._backwards._objects
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES)
@@ -166,7 +166,7 @@ def test_a_tensor_may_be_given_twice(on_ranks: Run, exchange: str) -> None:
 
 
 def held_back(rank: int) -> None:
-    """Copies that begin only when they are waited for, and a second backward that goes the same way back."""
+    """Copies that begin only when they are waited for, and a second backward through the same call."""
     attn = UlyssesAttention(SdpaBackend(), exchange=exchange_for(want="slots", copy="thread"))
     layers = nn.Sequential(*(Block(attn) for _ in range(3)))
     x = seeded(2, 6, 12, seed=rank)
@@ -220,11 +220,11 @@ def test_one_rank_needs_no_group() -> None:
         close(piece.grad, t.grad)
 
 
-def test_a_way_back_that_is_gone_is_told() -> None:
-    way = handle.Way(layout=SdpaBackend().layout, shapes={})
-    kept = handle.handle_of(way)
-    assert handle.way_of(kept) is way
+def test_a_backward_that_is_gone_is_told() -> None:
+    call = registry.LocalBackward(layout=SdpaBackend().layout, shapes={})
+    kept = registry.handle_of(call)
+    assert registry.backward_of(kept) is call
     copy = kept.clone()
     del kept
     with pytest.raises(Exception, match="the very tensor that it was given"):
-        handle.way_of(copy)
+        registry.backward_of(copy)

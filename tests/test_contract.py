@@ -46,8 +46,8 @@ from ithaca import (
 from ithaca.backends.interface import borrows
 from ithaca.exchange import slots
 from ithaca.exchange.peer_memory.interface import Signal
-from ithaca.strategies import passage
-from ithaca.strategies.passage import Passage, Request
+from ithaca.strategies import call
+from ithaca.strategies.call import AttentionCall, Request
 
 CPU = torch.device("cpu")
 
@@ -436,19 +436,19 @@ def test_sanitize_mode_sees_a_source_that_is_overwritten() -> None:
 
 def plant(fault: str) -> None:
     """Break the dispatch in this process."""
-    attend, requested, own = Passage._run, Request.of, Lease.own
+    attend, requested, own = AttentionCall._run, Request.of, Lease.own
 
     def reordered(change: Callable[[tuple[str, ...]], tuple[str, ...]]) -> None:
         Request.of = lambda *args: (asked := requested(*args)) and replace(asked, order=change(asked.order))  # type: ignore
 
     if fault == "default flipped":
-        passage.borrows = lambda backend, device: True
+        call.borrows = lambda backend, device: True
     elif fault == "lengths swapped":
 
-        def swapped(self: Passage, work: Any, *inputs: Any) -> Tensor:
+        def swapped(self: AttentionCall, work: Any, *inputs: Any) -> Tensor:
             return attend(self, replace(work, q_len=work.kv_len, kv_len=work.q_len), *inputs)
 
-        Passage._run = swapped  # type: ignore[method-assign]
+        AttentionCall._run = swapped  # type: ignore[method-assign]
     elif fault == "order changed":
         reordered(lambda order: order[::-1])
     elif fault == "tail dropped":

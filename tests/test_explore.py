@@ -14,7 +14,7 @@ from ithaca.verify import explore
 from ithaca.verify.exploration import COPIES, Finding
 from ithaca.verify.races import RaceDetector
 from ithaca.verify.scenarios import SCENARIOS
-from ithaca.verify.turns import BoundedScheduler, TurnTaking
+from ithaca.verify.schedule import AgentScheduler, BoundedScheduler
 
 pytestmark = pytest.mark.fast
 
@@ -55,16 +55,16 @@ def test_exhaustive_means_every_schedule_once(trips: int) -> None:
     traces, path = [], ()
     while path is not None:
         scheduler = BoundedScheduler(path, preemptions=100)
-        turns, trace = TurnTaking(scheduler), []
+        agents, trace = AgentScheduler(scheduler), []
 
-        def go(name: str, turns: TurnTaking = turns, trace: list[str] = trace) -> None:
+        def go(name: str, agents: AgentScheduler = agents, trace: list[str] = trace) -> None:
             for _ in range(trips):
-                turns.point()
+                agents.point()
                 trace.append(name)
 
         for name in "ab":
-            turns.add(name, lambda name=name, go=go: go(name))
-        turns.run()
+            agents.add(name, lambda name=name, go=go: go(name))
+        agents.run()
         traces.append("".join(trace))
         path = scheduler.next_path
     # Each agent has trips + 1 parts between its start, its points and its end; the last of a run needs no decision.
@@ -106,7 +106,7 @@ def test_a_race_is_one_though_the_data_came_out_right(monkeypatch: pytest.Monkey
     races = explore("self", **options).findings
     assert len(races) == 30
     for race in races:
-        for part in ("SlotRaceError: nothing orders a ", "read by rank ", "write by rank ", "slots.py", "site.py"):
+        for part in ("SlotRaceError: nothing orders a ", "read by rank ", "write by rank ", "slots.py", "simulated_rank.py"):
             assert part in race.error, race.error
         assert "the slot of lane " in race.error and f"(schedule {race.schedule})" in race.error
     monkeypatch.setattr(RaceDetector, "_access", lambda *args: None)

@@ -144,7 +144,7 @@ class Lane:
         own = tensor if not self.text.tokens else tensor[:, self.text.rest(len(self.holds[source].tokens)).slice]
         return own[self._takes[source][dest]]
 
-    def keep_text(self, slot: torch.Tensor, tensor: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def own_text(self, slot: torch.Tensor, tensor: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The views of ``rank``'s own slot and NHD tensor between which its text is copied; NHD."""
         held, wanted = self.holds[rank], self.wants[rank]
         here = Block(self.text.span(len(wanted.tokens) - self.text.tokens), wanted.heads)

@@ -76,7 +76,7 @@ def gather(piece: Tensor, dim: int, exchange: Exchange, order: Tensor | None = N
 def _gathered(rows: Tensor, exchange: Exchange, terms: str, *, grad: bool) -> tuple[Tensor, tuple[Span, ...]]:
     """Rows ``[S_local, N]`` of all ranks, and where each rank's are."""
     with exchange.call((_GATHER,), Layout.NHD, gathered=True, terms=terms) as call:
-        call.draft.grads.extend((_GATHER,) if grad else ())
+        call.builder.grads.extend((_GATHER,) if grad else ())
         call.push(**{_GATHER: rows[None, :, None]})
         with call.wait() as whole:
             return whole.own()[_GATHER][0, :, 0], tuple(held.tokens for held in call.lanes[0].holds)

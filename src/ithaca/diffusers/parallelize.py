@@ -18,7 +18,8 @@ from ithaca.backends.sdpa import SdpaBackend
 from ithaca.errors import ClosureError, InvalidInputError, IthacaError, UnsupportedError
 from ithaca.exchange.interface import Exchange
 from ithaca.geometry import Splits
-from ithaca.strategies.ulysses import Compress, UlyssesAttention
+from ithaca.strategies.options import Compress
+from ithaca.strategies.ulysses import UlyssesAttention
 
 M = TypeVar("M")
 

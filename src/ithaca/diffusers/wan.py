@@ -16,7 +16,8 @@ from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 from torch import Tensor, nn
 
 from ithaca.errors import UnsupportedError
-from ithaca.strategies.ulysses import Compress, UlyssesAttention
+from ithaca.strategies.options import Compress
+from ithaca.strategies.ulysses import UlyssesAttention
 
 
 class UlyssesWanProcessor:

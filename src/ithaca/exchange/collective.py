@@ -25,10 +25,10 @@ from ithaca.errors import (
     UnsupportedError,
 )
 from ithaca.exchange.agreement import HEADER_NBYTES, Header, settle
-from ithaca.exchange.draft import Draft
 from ithaca.exchange.interface import Call, Exchange
 from ithaca.exchange.lease import Lease, borrowed
-from ithaca.exchange.scrutiny import poison
+from ithaca.exchange.plan_builder import PlanBuilder
+from ithaca.exchange.sanitizer import poison
 from ithaca.geometry import Layout
 from ithaca.plan import Lane
 
@@ -47,8 +47,8 @@ class CollectiveExchange(Exchange):
         self._buffers: dict[str, Tensor] = {}
         self._leased: set[str] = set()
 
-    def _new_call(self, header: Header, draft: Draft) -> Call:
-        return _CollectiveCall(self, header, draft)
+    def _new_call(self, header: Header, builder: PlanBuilder) -> Call:
+        return _CollectiveCall(self, header, builder)
 
     def _trim(self) -> None:
         self._buffers.clear()
@@ -204,7 +204,7 @@ class _Flight:
         shares = [c[self.head :].view(lane.dtype).view(lane.share_shape(s, me)) for s, c in enumerate(chunks)]
         places = [lane.place(whole, source, me) for source in range(lane.ranks)]
         if lane.text.tokens:
-            to, text = lane.keep_text(whole, self.tensor, me)
+            to, text = lane.own_text(whole, self.tensor, me)
             places.append(to)
             shares.append(text)
         return whole, places, shares
@@ -219,8 +219,8 @@ class _Flight:
 class _CollectiveCall(Call):
     _exchange: CollectiveExchange
 
-    def __init__(self, exchange: CollectiveExchange, header: Header, draft: Draft) -> None:
-        super().__init__(exchange, header, draft)
+    def __init__(self, exchange: CollectiveExchange, header: Header, builder: PlanBuilder) -> None:
+        super().__init__(exchange, header, builder)
         self._flights: list[_Flight] = []
 
     def _push(self, header: Header, tensors: dict[str, Tensor]) -> None:

@@ -39,10 +39,10 @@ from ithaca.errors import (
 )
 from ithaca.exchange.agreement import DTYPES, LARGEST_DIM, Claim, Header, clipped
 from ithaca.exchange.counters import Counters
-from ithaca.exchange.draft import Draft
 from ithaca.exchange.lease import Lease
+from ithaca.exchange.plan_builder import PlanBuilder
 from ithaca.exchange.refusal import Refusal, known
-from ithaca.exchange.scrutiny import watch_sources
+from ithaca.exchange.sanitizer import watch_sources
 from ithaca.geometry import Layout, Span, Splits, Text
 from ithaca.heads import Heads
 from ithaca.plan import OUT, CallPlan, Lane, as_nhd
@@ -93,8 +93,8 @@ class Exchange(ABC):
         Refused while another call of the group is under way.
         """
         header = Header(call=-1, step=0, order=order, gathered=gathered, terms=clipped(terms), text=text)
-        draft = Draft(layout, Heads(self.world_size, head_splits), (wanted or {}) if gathered else None)
-        call = self._new_call(header, draft)
+        builder = PlanBuilder(layout, Heads(self.world_size, head_splits), (wanted or {}) if gathered else None)
+        call = self._new_call(header, builder)
         call.sanitize = sanitize
         return call
 
@@ -120,7 +120,7 @@ class Exchange(ABC):
         return self._number
 
     @abstractmethod
-    def _new_call(self, header: Header, draft: Draft) -> Call: ...
+    def _new_call(self, header: Header, builder: PlanBuilder) -> Call: ...
 
     @abstractmethod
     def _trim(self) -> None:
@@ -176,10 +176,10 @@ class Exchange(ABC):
 class Call(ABC):
     """One call on this rank. See the module for its order of events."""
 
-    def __init__(self, exchange: Exchange, header: Header, draft: Draft) -> None:
+    def __init__(self, exchange: Exchange, header: Header, builder: PlanBuilder) -> None:
         self._exchange, self._header = exchange, header
         #: What is known of the plan so far.
-        self.draft = draft
+        self.builder = builder
         self._pushed: list[str] = []
         self._leases: list[Lease] = []
         #: Lanes that all ranks agreed on, in issue order; the output's last.
@@ -213,7 +213,7 @@ class Call(ABC):
             )
         for role, tensor in tensors.items():
             self._exchange.check(role, tensor)
-        claims, spans = self.draft.push(tensors)
+        claims, spans = self.builder.claim(tensors)
         self._pushed.extend(tensors)
         # Detached: the copies may run on another thread, where grad mode is on by default.
         header = self._next_header(claims=claims, wanted=spans)
@@ -223,11 +223,6 @@ class Call(ABC):
             self._source_checks.append(watch_sources(sources, self._exchange.rank))
         self._own(lambda: self._push(header, sources))
 
-    def keep(self, role: str, tensor: Tensor) -> None:
-        """Take note of K or V ``[B, S, H, D]`` that every rank holds whole: part of the plan, and does not move."""
-        self._exchange.check(role, tensor)
-        self.draft.keep(role, tensor)
-
     def wait(self) -> Lease:
         """Block until all lanes of the call have arrived from all ranks; the sources are free again."""
         lease = self._leased(self._own(self._wait))
@@ -236,7 +231,7 @@ class Call(ABC):
         if self._header.gathered:
             self._complete = True
         else:
-            self.plan = self.draft.plan(self.lanes)
+            self.plan = self.builder.build(self.lanes)
         return lease
 
     def push_out(self, out: Tensor, layout: Layout) -> None:

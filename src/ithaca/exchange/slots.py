@@ -14,11 +14,11 @@ from torch import Tensor
 from ithaca.errors import StaleSlotError, UnsupportedError
 from ithaca.exchange.agreement import Header, settle
 from ithaca.exchange.copy_stream import CopyStream, Task, copy_stream
-from ithaca.exchange.draft import Draft
 from ithaca.exchange.interface import AGREED, Call, Exchange
 from ithaca.exchange.lease import Lease
 from ithaca.exchange.peer_memory.interface import Message, PeerMemory, Signal, Wait
-from ithaca.exchange.scrutiny import poison
+from ithaca.exchange.plan_builder import PlanBuilder
+from ithaca.exchange.sanitizer import poison
 from ithaca.plan import Lane, aligned
 
 
@@ -46,8 +46,8 @@ class SlotExchange(Exchange):
                 f"rank {self.rank}: slots of this host carry CPU tensors; received lane {role} on {tensor.device}"
             )
 
-    def _new_call(self, header: Header, draft: Draft) -> Call:
-        return _SlotCall(self, header, draft)
+    def _new_call(self, header: Header, builder: PlanBuilder) -> Call:
+        return _SlotCall(self, header, builder)
 
     def _trim(self) -> None:
         self.memory.trim()
@@ -91,8 +91,8 @@ class _Targets:
 
 
 class _SlotCall(Call):
-    def __init__(self, exchange: SlotExchange, header: Header, draft: Draft) -> None:
-        super().__init__(exchange, header, draft)
+    def __init__(self, exchange: SlotExchange, header: Header, builder: PlanBuilder) -> None:
+        super().__init__(exchange, header, builder)
         self._memory, self._stream, self._targets = exchange.memory, exchange.stream, exchange.targets
         self._everyone = tuple(range(exchange.world_size))
         #: Lanes that have arrived or will, from which ranks, and are not leased yet.
@@ -155,7 +155,7 @@ class _SlotCall(Call):
         yield self._expect(Signal.CREDIT, lane, self._everyone, "a credit")
         targets = self._targets.of(lane)
         if lane.text.tokens:
-            mine, text = lane.keep_text(slot_of(self._memory, lane, me), tensor, me)
+            mine, text = lane.own_text(slot_of(self._memory, lane, me), tensor, me)
             mine.copy_(text)
         for step in self._everyone:
             dest = (me + 1 + step) % len(self._everyone)  # not all ranks write to the same one at the same time

@@ -16,6 +16,7 @@ CAST = (torch.float32, torch.float16, torch.bfloat16)
 
 def autocast(role: str, tensor: Tensor) -> Tensor:
     """A lane in the dtype of the autocast that is on, if any. A mask stays as it is."""
-    if role == MASK or tensor.dtype not in CAST or not torch.is_autocast_enabled(tensor.device.type):
+    kind = tensor.device.type
+    if role == MASK or tensor.dtype not in CAST or not torch.amp.is_autocast_available(kind):
         return tensor
-    return tensor.to(torch.get_autocast_dtype(tensor.device.type))
+    return tensor.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else tensor

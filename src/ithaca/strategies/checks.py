@@ -28,8 +28,8 @@ class LaneChecks:
     ranks: int
     here: str
 
-    def check(self, role: str, tensor: Tensor, made: Mapping[str, Tensor]) -> None:
-        """Raise unless ``tensor`` goes with the backend, the request, and the lanes that were ``made`` before it."""
+    def check(self, role: str, tensor: Tensor, earlier: Mapping[str, Tensor]) -> None:
+        """Raise unless ``tensor`` goes with the backend, the request, and the lanes that came ``earlier``."""
         capabilities, name = self.backend.capabilities, type(self.backend).__name__
         if tensor.dim() != 4:
             raise InvalidInputError(
@@ -40,8 +40,8 @@ class LaneChecks:
                 f"{self.here}{name} was required to attend in {tensor.dtype}; it can in "
                 f"{', '.join(sorted(map(str, capabilities.dtypes)))}"
             )
-        for other, earlier in made.items():
-            self._match(role, tensor, other, earlier)
+        for other, theirs in earlier.items():
+            self._match(role, tensor, other, theirs)
         self._count(role, tensor)
         if self.request.mask is not None and not capabilities.masks:
             raise UnsupportedError(f"{self.here}{name} takes no mask, and none is ever dropped")

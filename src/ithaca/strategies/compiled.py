@@ -1,4 +1,4 @@
-"""Attention across ranks inside ``torch.compile(fullgraph=True)``: custom operators around one `Passage`.
+"""Attention across ranks inside ``torch.compile(fullgraph=True)``: custom operators around one `AttentionCall`.
 
 - Every operator mutates the one *clock* of the process, which gives the calls of all attentions one order, the same on
   all ranks, and keeps them from being dropped. Backward has a clock of its own: the graph saves it in forward, and what
@@ -8,7 +8,7 @@
 - `push` and `finish` both mutate the sources. A push borrows its source until the finish has waited for it; without the
   second mutation Inductor would reuse the memory while the copy stream still reads it.
 - Where a lane requires a gradient, the results are attached to the sources by an `autograd.Function` around the last
-  operator, which gives a *handle* beside the result: a tensor that holds the way back. It is all that is saved for
+  operator, which gives a *handle* beside the result: a tensor that stands for the backward. It is all that is saved for
   backward; with it goes what it holds.
 - A slot never enters the graph. `finish` waits, attends, releases and brings home in one operator, so that no pass can
   move a release before a read, nor reuse the memory of a slot as it reuses that of any other operator's result; and the
@@ -17,19 +17,19 @@
 
 from __future__ import annotations
 
-import itertools
-import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch._C import DispatchKey
 
 from ithaca.errors import InvalidInputError
 from ithaca.strategies.autocast import autocast
-from ithaca.strategies.gradient import Way
-from ithaca.strategies.handle import NUMBER, handle_of, recording, way_of
-from ithaca.strategies.passage import Passage
+from ithaca.strategies.backward import LocalBackward
+from ithaca.strategies.call import AttentionCall
+from ithaca.strategies.registry import NUMBER, Registry, backward_of, handle_of
 from ithaca.strategies.request import Request
 
 #: What operators mutate, by name. For `push` and `finish` the sources belong to it, see above.
@@ -42,24 +42,40 @@ Compute = Callable[[], Tensor]
 class Owner(Protocol):
     """What a tag stands for."""
 
-    def passage(self, request: Request | InvalidInputError, device: torch.device) -> Passage: ...
+    def new_call(self, request: Request | InvalidInputError, device: torch.device) -> AttentionCall: ...
 
 
 #: Count the operators that have run.
 THE_CLOCK, BACKWARD_CLOCK = torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
 
-_owners: weakref.WeakValueDictionary[int, Owner] = weakref.WeakValueDictionary()
-_numbers = itertools.count(1)
-#: The passages that have begun and not finished, by the number of their owner.
-_open: dict[int, Passage] = {}
+_owners: Registry[Owner] = Registry()
+#: The calls that have begun and not finished, by the number of their owner.
+_open: dict[int, AttentionCall] = {}
 
 
 def tag_of(owner: Owner) -> Tensor:
     """A new tag for ``owner``."""
-    number = next(_numbers)
-    _owners[number] = owner
     with torch.inference_mode(False):
-        return torch.tensor([number])
+        return torch.tensor([_owners.add(owner)], dtype=NUMBER)
+
+
+_AUTOGRAD = (
+    DispatchKey.ADInplaceOrView,
+    DispatchKey.AutogradFunctionality,
+    DispatchKey.AutogradOther,
+    DispatchKey.AutogradCPU,
+    DispatchKey.AutogradCUDA,
+)
+
+
+@contextmanager
+def recording() -> Iterator[None]:
+    """Let autograd record inside of a custom operator, which runs below it, and with grad mode off."""
+    below = torch._C._dispatch_tls_local_exclude_set()
+    for key in _AUTOGRAD:
+        below = below.remove(key)
+    with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), below), torch.enable_grad():
+        yield
 
 
 # -- the operators, at run time ------------------------------------------------------------------------------------
@@ -69,18 +85,18 @@ def begin(clock: Tensor, tag: Tensor, request: str, mask: Tensor | None, scale: 
     """Open a call."""
     number = _ticked(clock, tag)
     leave(tag, left_in_the_middle())
-    passage = _owners[number].passage(
+    call = _owner(number).new_call(
         Request.decode(request, mask, scale), torch.device("cpu") if mask is None else mask.device
     )
-    passage.__enter__()
-    _open[number] = passage
+    call.__enter__()
+    _open[number] = call
 
 
 def push(clock: Tensor, source: Tensor, tag: Tensor, role: str, grad: bool) -> None:
     """Send a lane on its way. ``source`` is borrowed until `finish`."""
-    passage = _under_way(_ticked(clock, tag))
+    call = _under_way(_ticked(clock, tag))
     try:
-        passage.push({role: source}, (role,) if grad else ())
+        call.send({role: source}, (role,) if grad else ())
     except BaseException as error:
         leave(tag, error)
         raise
@@ -89,10 +105,10 @@ def push(clock: Tensor, source: Tensor, tag: Tensor, role: str, grad: bool) -> N
 def finish(clock: Tensor, sources: list[Tensor], tag: Tensor, request: str, mask: Tensor | None) -> Tensor:
     """Wait for all lanes, attend and bring home; ``sources`` are what the request says is given, and free again."""
     number = _ticked(clock, tag)
-    passage = _under_way(number)
+    call = _under_way(number)
     try:
-        passage.see(mask)  # that of `begin` was borrowed by it alone
-        result = passage.finish().contiguous()  # as the tracer was told
+        call.see(mask)  # that of `begin` was borrowed by it alone
+        result = call.finish().contiguous()  # as the tracer was told
     except BaseException as error:
         leave(tag, error)
         raise
@@ -103,12 +119,12 @@ def finish(clock: Tensor, sources: list[Tensor], tag: Tensor, request: str, mask
 def finish_for_backward(
     clock: Tensor, sources: list[Tensor], tag: Tensor, request: str, mask: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """The same, and a handle for the way back."""
-    passage = _under_way(int(tag))
+    """The same, and a handle for its backward."""
+    call = _under_way(int(tag))
     with recording():
         result = finish(clock, sources, tag, request, mask)
-    assert passage.way is not None
-    return result, handle_of(passage.way)
+    assert call.backward is not None
+    return result, handle_of(call.backward)
 
 
 def attend(
@@ -127,11 +143,11 @@ def attend_for_backward(
     scale: float | None,
     grads: str,
 ) -> tuple[Tensor, Tensor]:
-    """The same, and a handle for the way back. ``grads``: the roles that require a gradient."""
+    """The same, and a handle for its backward. ``grads``: the roles that require a gradient."""
     with recording():
-        result, way = _attend(clock, sources, tag, request, mask, scale, grads.split(","))
-    assert way is not None
-    return result, handle_of(way)
+        result, made = _attend(clock, sources, tag, request, mask, scale, grads.split(","))
+    assert made is not None
+    return result, handle_of(made)
 
 
 def _attend(
@@ -142,19 +158,19 @@ def _attend(
     mask: Tensor | None,
     scale: float | None,
     grads: Sequence[str],
-) -> tuple[Tensor, Way | None]:
+) -> tuple[Tensor, LocalBackward | None]:
     number, asked = _ticked(clock, tag), Request.decode(request, mask, scale)
     leave(tag, left_in_the_middle())
-    with _owners[number].passage(asked, sources[0].device) as passage:
-        passage.push(dict(zip(asked.given, sources, strict=True)), grads)
-        return passage.finish().contiguous(), passage.way
+    with _owner(number).new_call(asked, sources[0].device) as call:
+        call.send(dict(zip(asked.given, sources, strict=True)), grads)
+        return call.finish().contiguous(), call.backward
 
 
 def backward(clock: Tensor, into: list[Tensor], grad_out: Tensor, handle: Tensor, tag: Tensor, grads: str) -> None:
     """Fill ``into`` with the gradients of the roles ``grads``: a mutating operator may not return a list."""
     _ticked(clock, tag)
     with recording():
-        found = way_of(handle).gradients(grad_out, keep_graph=True)  # the handle's life says how long
+        found = backward_of(handle).gradients(grad_out, keep_graph=True)  # the handle's life says how long
     for role, grad in zip(grads.split(","), into, strict=True):
         grad.copy_(found[role])
 
@@ -166,10 +182,17 @@ def left_in_the_middle() -> InvalidInputError:
 
 def leave(tag: Tensor, error: BaseException) -> bool:
     """End a call that was left open, telling the other ranks ``error``; whether there was one."""
-    passage = _open.pop(int(tag), None)
-    if passage is not None:
-        passage.__exit__(type(error), error, error.__traceback__)
-    return passage is not None
+    call = _open.pop(int(tag), None)
+    if call is not None:
+        call.__exit__(type(error), error, error.__traceback__)
+    return call is not None
+
+
+def _owner(number: int) -> Owner:
+    owner = _owners.get(number)
+    if owner is None:
+        raise InvalidInputError("an attention was required to live as long as the graphs that were compiled with it")
+    return owner
 
 
 def _ticked(clock: Tensor, tag: Tensor) -> int:
@@ -177,7 +200,7 @@ def _ticked(clock: Tensor, tag: Tensor) -> int:
     return int(tag)
 
 
-def _under_way(number: int) -> Passage:
+def _under_way(number: int) -> AttentionCall:
     if number not in _open:
         raise InvalidInputError("a compiled call was required to begin before its lanes are pushed")
     return _open[number]
@@ -263,7 +286,7 @@ def traced(tag: Tensor, request: Request, tensors: Mapping[str, Tensor]) -> Tens
 
 
 class _ForBackward(torch.autograd.Function):
-    """The last operator of a call, and the way back through all of it.
+    """The last operator of a call, and the backward of all of it.
 
     The operators get ``.data``: they say that they mutate their sources, and do not, and autograd would believe that
     what it has saved is no longer what it was.

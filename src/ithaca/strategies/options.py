@@ -5,6 +5,9 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, TypedDict
+
+from torch import Tensor
 
 from ithaca.errors import InvalidInputError
 from ithaca.geometry import Text
@@ -18,9 +21,48 @@ _FLAGS = ("kv_replicated", "mask_sharded", "causal", "text_first")
 _LONGEST = 24
 
 
+#: Which lanes are sent as bytes, and how.
+Compress = str | Mapping[str, str] | None
+
+
+class CallOptions(TypedDict, total=False):
+    """The keywords that every attention call takes, at once or lane by lane; equal on all ranks.
+
+    ``mask``: None, or the same tensor on every rank, ``[B, S_kv]`` or ``[B | 1, H | 1, S_q, S_kv]`` over the whole
+    lengths, boolean (True takes part) or additive. It gets no gradient. ``mask_sharded``: it is this rank's shard,
+    ``[B | 1, S_kv_local]`` of its keys or ``[B | 1, H | 1, S_local, S_kv]`` of its queries, and moves like a lane.
+    ``causal``: a key takes part only for queries that do not come before it; there must be as many of one as of the
+    other. ``scale`` of the scores, ``head_dim ** -0.5`` if None.
+
+    ``head_splits``: query heads of each rank, where the default will not do. ``seq_splits`` and ``kv_seq_splits``:
+    the tokens of Q, and of K and V, on each rank; what a rank holds is held against them. ``kv_replicated``: every
+    rank holds K and V whole, and not one byte of them moves.
+
+    ``text_tokens``: so many tokens of Q, K and V (and gates) are the same on every rank, before this rank's own or
+    with ``text_first=False`` after them, and in the whole sequence before or after all others: they are attended to
+    once, do not move, and come back whole on every rank, where they were. They have rows in a shard of a mask, too;
+    with ``kv_replicated``, K and V are whole, whatever they hold.
+
+    ``compress``: "int8" or "float8" sends Q, K and V as bytes with a scale for each token and head; a mapping says
+    which of ``q``, ``k``, ``v`` and ``out``, and how. Lanes that are sent as bytes have no gradient.
+    """
+
+    mask: Tensor | None
+    scale: float | None
+    head_splits: Sequence[int] | None
+    seq_splits: Sequence[int] | None
+    kv_seq_splits: Sequence[int] | None
+    kv_replicated: bool
+    mask_sharded: bool
+    causal: bool
+    text_tokens: int
+    text_first: bool
+    compress: Compress
+
+
 @dataclass(frozen=True)
 class Options:
-    """See `UlyssesAttention.__call__` for what each means."""
+    """`CallOptions` but for the mask and the scale, which a compiled graph passes on beside them."""
 
     head_splits: Sequence[int] | None = None
     seq_splits: Sequence[int] | None = None
@@ -32,6 +74,20 @@ class Options:
     text_first: bool = True
     #: Roles and formats, from what the caller said.
     compress: tuple[tuple[str, str], ...] = ()
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> Options:
+        """Checked as far as it can be without a tensor of the call."""
+        strange = sorted(set(given) - set(CallOptions.__annotations__))
+        if strange:
+            raise InvalidInputError(
+                f"options of a call were required to be among {', '.join(CallOptions.__annotations__)}; "
+                f"received {', '.join(strange)}"
+            )
+        values = {name: value for name, value in given.items() if name not in ("mask", "scale", "compress")}
+        options = cls(**values, compress=formats_of(given.get("compress")))
+        options.check()
+        return options
 
     @property
     def formats(self) -> dict[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,9 +28,7 @@ class Request:
     options: Options = Options()  # noqa: RUF009
 
     @classmethod
-    def of(
-        cls, issue_order: Sequence[str] | None, gates: object, mask: object, scale: object, options: Options
-    ) -> Request:
+    def of(cls, issue_order: Sequence[str] | None, gates: object, given: Mapping[str, Any]) -> Request:
         """Checked as far as it can be without a tensor of the call. Gates leave after V where nothing else is said."""
         if not isinstance(gates, Mapping | None) or len(gates or ()) > _MOST_GATES:
             raise InvalidInputError(
@@ -44,6 +43,7 @@ class Request:
         order = ("v", *roles[3:], "q", "k") if issue_order is None else issue_order
         if not isinstance(order, Sequence) or sorted(map(str, order)) != sorted(roles):
             raise InvalidInputError(f"issue_order was required to be a permutation of {roles}; received {order!r}")
+        mask, scale = given.get("mask"), given.get("scale")
         if not (mask is None or isinstance(mask, Tensor)) or not (scale is None or isinstance(scale, int | float)):
             raise InvalidInputError(
                 f"mask was required to be a tensor or None, and scale a number or None; "
@@ -51,7 +51,7 @@ class Request:
             )
         if mask is not None and mask.requires_grad and torch.is_grad_enabled():
             raise InvalidInputError("mask was required not to require grad: masks get no gradient")
-        options.check()
+        options = Options.of(given)
         if options.mask_sharded and mask is None:
             raise InvalidInputError("a mask was required of which this rank holds a shard; received None")
         return cls(tuple(order), mask, None if scale is None else float(scale), options)

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -27,12 +26,12 @@ from ithaca.geometry import Splits
 from ithaca.heads import MASK
 from ithaca.plan import GATE
 from ithaca.strategies import compiled
-from ithaca.strategies.options import Options, formats_of
-from ithaca.strategies.passage import Compute, Passage
+from ithaca.strategies.call import AttentionCall, Compute
+from ithaca.strategies.options import CallOptions
 from ithaca.strategies.request import Request
 
-#: Which lanes are sent as bytes, and how.
-Compress = str | Mapping[str, str] | None
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class UlyssesAttention:
@@ -109,56 +108,30 @@ class UlyssesAttention:
         v: Tensor,
         *,
         gates: Mapping[str, Tensor] | None = None,
-        mask: Tensor | None = None,
-        scale: float | None = None,
-        head_splits: Sequence[int] | None = None,
-        seq_splits: Sequence[int] | None = None,
-        kv_seq_splits: Sequence[int] | None = None,
-        kv_replicated: bool = False,
-        mask_sharded: bool = False,
-        causal: bool = False,
-        text_tokens: int = 0,
-        text_first: bool = True,
-        compress: Compress = None,
+        **options: Unpack[CallOptions],
     ) -> Tensor:
         """Attention over the whole sequence.
 
         ``q``, ``k``, ``v``: ``[B, S_local, H, D]``, this rank's tokens of all heads. Lengths may differ between ranks,
-        and those of ``k`` and ``v`` from that of ``q``; ranks are in the order of their tokens. ``mask``: None, or the
-        same tensor on every rank, ``[B, S_kv]`` or ``[B | 1, H | 1, S_q, S_kv]`` over the whole lengths, boolean (True
-        takes part) or additive. ``gates``: by name, ``[B, S_local, H, D_gate]`` with the tokens of ``q``, for a backend
-        that takes them. Returns ``[B, S_local, H, D_v]``, owned by the caller.
-
-        ``head_splits``: query heads of each rank, where the default will not do. ``seq_splits`` and ``kv_seq_splits``:
-        the tokens of Q, and of K and V, on each rank; what a rank holds is held against them. ``kv_replicated``: every
-        rank holds K and V whole, and not one byte of them moves. K and V may have fewer heads than Q (GQA), for a
-        backend that takes that; each rank is sent those that its queries need. ``mask_sharded``: the mask is this
-        rank's shard, ``[B | 1, S_kv_local]`` of its keys or ``[B | 1, H | 1, S_local, S_kv]`` of its queries, and
-        moves like a lane. ``causal``: a key takes part only for queries that do not come before it; there must be as
-        many of one as of the other. ``text_tokens``: so many tokens of Q, K and V (and gates) are the same on every
-        rank, before this rank's own or with ``text_first=False`` after them, and in the whole sequence before or after
-        all others: they are attended to once, do not move, and come back whole on every rank, where they were. They
-        have rows in a shard of a mask, too; with ``kv_replicated``, K and V are whole, whatever they hold.
-        ``compress``: "int8" or "float8" sends Q, K and V as bytes with a scale for each token and head; a mapping says
-        which of ``q``, ``k``, ``v`` and ``out``, and how.
+        and those of ``k`` and ``v`` from that of ``q``; ranks are in the order of their tokens. K and V may have fewer
+        heads than Q (GQA), for a backend that takes that; each rank is sent those that its queries need. ``gates``: by
+        name, ``[B, S_local, H, D_gate]`` with the tokens of ``q``, for a backend that takes them. ``options``: see
+        `CallOptions`. Returns ``[B, S_local, H, D_v]``, owned by the caller.
 
         Where Q, K, V or gates require grad, so does the result, on every rank; backward is collective, in the same
         order on all. The loss of the group is the sum of those of its ranks: gradients of what is sharded are those of
         one rank, and of what every rank holds (weights, text, K and V with ``kv_replicated``) each rank gets its part,
-        to be summed over the group. A mask gets no gradient, and lanes that are sent as bytes have none.
+        to be summed over the group.
 
         Raises an `IthacaError` on every rank of the group, within the deadline, whatever the fault and wherever.
         """
-        given = _lanes(q, k, v, gates, mask)
-        options = Options(
-            head_splits, seq_splits, kv_seq_splits, kv_replicated, mask_sharded, causal, text_tokens, text_first
-        )
-        request = self._request(None, gates, mask, scale, options, compress)
+        given = _lanes(q, k, v, gates, options)
+        request = _request(None, gates, options)
         if torch.compiler.is_compiling():
             return compiled.traced(self._tag, compiled.valid(request), given)
-        with self._entered(request, given) as passage:
-            passage.push({role: given[role] for role in passage.order})
-            return passage.attached(passage.finish())
+        with self._entered(request, given) as call:
+            call.send({role: given[role] for role in call.order})
+            return call.attached(call.finish())
 
     def forward_async(
         self,
@@ -169,17 +142,7 @@ class UlyssesAttention:
         gates: Mapping[str, Compute | Tensor] | None = None,
         issue_order: Sequence[str] | None = None,
         project_out: Callable[[Tensor], Tensor] | None = None,
-        mask: Tensor | None = None,
-        scale: float | None = None,
-        head_splits: Sequence[int] | None = None,
-        seq_splits: Sequence[int] | None = None,
-        kv_seq_splits: Sequence[int] | None = None,
-        kv_replicated: bool = False,
-        mask_sharded: bool = False,
-        causal: bool = False,
-        text_tokens: int = 0,
-        text_first: bool = True,
-        compress: Compress = None,
+        **options: Unpack[CallOptions],
     ) -> Tensor:
         """The same, over tensors that are not there yet.
 
@@ -190,19 +153,16 @@ class UlyssesAttention:
         result, which must not share memory with them, is returned: that saves the copy that the caller would get
         otherwise. In grad mode, where autograd may keep what it is given, it is given that copy.
         """
-        given = _lanes(compute_q, compute_k, compute_v, gates, mask)
-        options = Options(
-            head_splits, seq_splits, kv_seq_splits, kv_replicated, mask_sharded, causal, text_tokens, text_first
-        )
-        request = self._request(issue_order, gates, mask, scale, options, compress)
+        given = _lanes(compute_q, compute_k, compute_v, gates, options)
+        request = _request(issue_order, gates, options)
         if torch.compiler.is_compiling():
             return compiled.traced_async(self._tag, compiled.valid(request), given, project_out)
-        with self._entered(request, given) as passage:
-            for role in passage.order:
-                passage.push({role: given[role]})
+        with self._entered(request, given) as call:
+            for role in call.order:
+                call.send({role: given[role]})
             if not torch.is_grad_enabled():
-                return passage.finish(project_out)
-            out = passage.attached(passage.finish())
+                return call.finish(project_out)
+            out = call.attached(call.finish())
         return out if project_out is None else project_out(out)  # autograd may keep what it is given
 
     def refuse(self, error: Exception) -> None:
@@ -212,32 +172,16 @@ class UlyssesAttention:
 
     # -- one call --------------------------------------------------------------------------------------------------
 
-    def passage(self, request: Request | InvalidInputError, device: torch.device) -> Passage:
+    def new_call(self, request: Request | InvalidInputError, device: torch.device) -> AttentionCall:
         """A call, to be entered."""
         exchange = self._resolve(device) if self.ulysses_degree > 1 else None
-        return Passage(
+        return AttentionCall(
             self.backend, exchange, request, context=self.context, tokens=self.tokens, sanitize=self.sanitize
         )
 
-    def _entered(self, request: Request | InvalidInputError, given: Mapping[str, object]) -> Passage:
+    def _entered(self, request: Request | InvalidInputError, given: Mapping[str, object]) -> AttentionCall:
         compiled.leave(self._tag, compiled.left_in_the_middle())
-        return self.passage(request, self._device(given))
-
-    def _request(
-        self,
-        issue_order: Sequence[str] | None,
-        gates: object,
-        mask: Tensor | None,
-        scale: float | None,
-        options: Options,
-        compress: object,
-    ) -> Request | InvalidInputError:
-        """What is asked for, or what is wrong with it: the other ranks must learn of that inside the call."""
-        try:
-            options = replace(options, compress=formats_of(compress))
-            return Request.of(issue_order, gates, mask, scale, options)
-        except InvalidInputError as error:
-            return error
+        return self.new_call(request, self._device(given))
 
     def _device(self, given: Mapping[str, object]) -> torch.device:
         """Where the tensors are; of closures that have not run, where the group's backend has its own."""
@@ -254,7 +198,15 @@ class UlyssesAttention:
         return self._exchange
 
 
-def _lanes(q: Any, k: Any, v: Any, gates: Any, mask: Any) -> dict[str, Any]:
+def _lanes(q: Any, k: Any, v: Any, gates: Any, options: CallOptions) -> dict[str, Any]:
     """What was given for each lane, by role."""
     named = gates.items() if isinstance(gates, Mapping) else ()
-    return {"q": q, "k": k, "v": v, MASK: mask, **{f"{GATE}{name}": gate for name, gate in named}}
+    return {"q": q, "k": k, "v": v, MASK: options.get("mask"), **{f"{GATE}{name}": gate for name, gate in named}}
+
+
+def _request(issue_order: Sequence[str] | None, gates: object, options: CallOptions) -> Request | InvalidInputError:
+    """What is asked for, or what is wrong with it: the other ranks must learn of that inside the call."""
+    try:
+        return Request.of(issue_order, gates, options)
+    except InvalidInputError as error:
+        return error

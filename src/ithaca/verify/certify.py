@@ -22,7 +22,7 @@ from torch import Tensor
 from ithaca.backends.interface import AttentionBackend, Capabilities
 from ithaca.errors import CertificateError, IthacaError
 from ithaca.exchange.lease import Lease
-from ithaca.exchange.scrutiny import poison, scrutinized
+from ithaca.exchange.sanitizer import poison, sanitized
 from ithaca.plan import GATE, ROLES, aligned, as_nhd
 
 #: Largest absolute difference from the float64 reference that passes, for inputs of unit variance.
@@ -182,7 +182,7 @@ def _attend(backend: AttentionBackend, lease: Lease, mask: Tensor | None, case: 
         options["causal"] = True
     if case.gate_dim:
         options["gates"] = {name: lease[GATE + name] for name in backend.capabilities.gates}
-    with scrutinized(lease):
+    with sanitized(lease):
         return backend.forward(*(lease[role] for role in ROLES), **options)
 
 

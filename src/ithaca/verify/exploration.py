@@ -22,8 +22,8 @@ from ithaca.exchange.slots import SlotExchange
 from ithaca.launch import run_ranks
 from ithaca.verify.races import RaceDetector, VectorClocks
 from ithaca.verify.scenarios import SCENARIOS, Scenario
-from ithaca.verify.site import Site
-from ithaca.verify.turns import BoundedScheduler, RandomScheduler, Scheduler, TurnTaking, scheduler_of
+from ithaca.verify.schedule import AgentScheduler, BoundedScheduler, RandomScheduler, Scheduler, scheduler_of
+from ithaca.verify.simulated_rank import SimulatedRank
 
 COPIES = ("inline", "agent")
 #: What an exploration on several processes may take, in seconds: a day.
@@ -54,23 +54,23 @@ class Report:
 class _AgentStream(CopyStream):
     """The copy thread, as an agent."""
 
-    def __init__(self, machine: SimulatedMachine, memory: SimulatedPeerMemory, turns: TurnTaking) -> None:
-        self._machine, self._memory, self._turns = machine, memory, turns
+    def __init__(self, machine: SimulatedMachine, memory: SimulatedPeerMemory, agents: AgentScheduler) -> None:
+        self._machine, self._memory, self._agents = machine, memory, agents
         self._tasks: deque[tuple[Task, Stamp]] = deque()
         self._done: Stamp | None = None
         self._error: BaseException | None = None
         self._busy = self._closed = False
-        turns.add(f"the copies of rank {memory.rank}", self._run, serves=True)
+        agents.add(f"the copies of rank {memory.rank}", self._run, serves=True)
 
     def submit(self, task: Task) -> None:
         if self._closed:
             raise ExchangeClosedError("a task was submitted to a copy stream that is closed")
         if self._error is None:
             self._tasks.append((task, self._machine.history.send()))
-        self._turns.point()
+        self._agents.point()
 
     def flush(self) -> None:
-        self._turns.block(lambda: not self._tasks and not self._busy, lambda: f"rank {self._memory.rank} copies")
+        self._agents.block(lambda: not self._tasks and not self._busy, lambda: f"rank {self._memory.rank} copies")
         if self._done is not None:
             self._machine.history.receive(self._done)
         if self._closed and self._error is None:
@@ -83,12 +83,12 @@ class _AgentStream(CopyStream):
         """Waits for the task under way, as joining a thread does."""
         self._closed = True
         self._tasks.clear()
-        if self._turns.current is not None:  # else the schedule is over
-            self._turns.block(lambda: not self._busy, lambda: f"rank {self._memory.rank} ends its copies")
+        if self._agents.current is not None:  # else the schedule is over
+            self._agents.block(lambda: not self._busy, lambda: f"rank {self._memory.rank} ends its copies")
 
     def _run(self) -> None:
         while True:
-            self._turns.block(lambda: bool(self._tasks) or self._closed, lambda: "")
+            self._agents.block(lambda: bool(self._tasks) or self._closed, lambda: "")
             if self._closed:
                 return
             (task, stamp), self._busy = self._tasks.popleft(), True
@@ -190,28 +190,28 @@ def _run(
     report: Report,
 ) -> str:
     """One schedule; what was found, or ""."""
-    turns = TurnTaking(scheduler)
-    clocks = VectorClocks(turns, ranks * (2 if copies == "agent" else 1))
-    machine = SimulatedMachine(ranks, turns, clocks, limit=scenario.limit)
-    detector = RaceDetector(machine, turns, clocks)
+    agents = AgentScheduler(scheduler)
+    clocks = VectorClocks(agents, ranks * (2 if copies == "agent" else 1))
+    machine = SimulatedMachine(ranks, agents, clocks, limit=scenario.limit)
+    detector = RaceDetector(machine, agents, clocks)
     exchanges: list[SlotExchange] = []
     notes: set[str] = set()
     with torch.no_grad():
         mains = [
-            turns.add(f"rank {rank}", _program(scenario, rank, layers, exchanges, notes, turns))
+            agents.add(f"rank {rank}", _program(scenario, rank, layers, exchanges, notes, agents))
             for rank in range(ranks)
         ]
         for rank in range(ranks):
             own = memory(machine, rank)
-            stream = _AgentStream(machine, own, turns) if copies == "agent" else "inline"
+            stream = _AgentStream(machine, own, agents) if copies == "agent" else "inline"
             exchanges.append(exchange(own, 60.0, stream))
         try:
             with detector:
-                turns.run()
+                agents.run()
         except IthacaError as error:
             return f"{type(error).__name__}: {error}"
         finally:
-            report.steps += turns.steps
+            report.steps += agents.steps
             report.accesses += detector.accesses
     if detector.found is not None:
         return f"SlotRaceError: {detector.found}"
@@ -220,12 +220,14 @@ def _run(
 
 
 def _program(
-    scenario: Scenario, rank: int, layers: int, exchanges: list[SlotExchange], notes: set[str], turns: TurnTaking
+    scenario: Scenario, rank: int, layers: int, exchanges: list[SlotExchange], notes: set[str], agents: AgentScheduler
 ) -> Callable[[], None]:
     def until(condition: Callable[[], bool]) -> None:
-        turns.block(condition, lambda: f"rank {rank} waits for something else")
+        agents.block(condition, lambda: f"rank {rank} waits for something else")
 
-    return lambda: scenario.program(Site(rank, len(exchanges), layers, exchanges[rank], turns.point, notes, until))
+    return lambda: scenario.program(
+        SimulatedRank(rank, len(exchanges), layers, exchanges[rank], agents.point, notes, until)
+    )
 
 
 def _left_over(machine: SimulatedMachine, exchanges: Sequence[SlotExchange]) -> str:

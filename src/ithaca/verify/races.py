@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ithaca.errors import SlotRaceError
 from ithaca.exchange.peer_memory.simulated import SimulatedMachine, SimulatedSegment, Stamp
-from ithaca.verify.turns import Agent, TurnTaking
+from ithaca.verify.schedule import Agent, AgentScheduler
 
 _OURS = ("verify/races.py", "torch/")
 
@@ -26,12 +26,12 @@ _OURS = ("verify/races.py", "torch/")
 class VectorClocks:
     """One counter an agent; an agent knows of the others what was sent to it."""
 
-    def __init__(self, turns: TurnTaking, agents: int) -> None:
-        self._turns = turns
-        self._known = [[1 if a == b else 0 for a in range(agents)] for b in range(agents)]
+    def __init__(self, agents: AgentScheduler, count: int) -> None:
+        self._agents = agents
+        self._known = [[1 if a == b else 0 for a in range(count)] for b in range(count)]
 
     def send(self) -> Stamp:
-        me = self._turns.current
+        me = self._agents.current
         if me is None:
             return (0,) * len(self._known)
         stamp = tuple(self._known[me.number])
@@ -39,7 +39,7 @@ class VectorClocks:
         return stamp
 
     def receive(self, stamp: Stamp) -> None:
-        me = self._turns.current
+        me = self._agents.current
         if me is not None:
             known = self._known[me.number]
             for agent, count in enumerate(stamp):
@@ -71,9 +71,9 @@ class Access:
 class RaceDetector(TorchDispatchMode):
     """Maps tensor operations, the backend's too, to slots; raises `SlotRaceError` at the second of a racing pair."""
 
-    def __init__(self, machine: SimulatedMachine, turns: TurnTaking, clocks: VectorClocks) -> None:
+    def __init__(self, machine: SimulatedMachine, agents: AgentScheduler, clocks: VectorClocks) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._machine, self._turns, self._clocks = machine, turns, clocks
+        self._machine, self._agents, self._clocks = machine, agents, clocks
         self._past: dict[int, list[Access]] = {}
         #: The first race found: an agent under test may swallow the error that is raised in it.
         self.found: SlotRaceError | None = None
@@ -98,7 +98,7 @@ class RaceDetector(TorchDispatchMode):
         return func(*args, **kwargs) if kwargs else func(*args)
 
     def _access(self, segment: SimulatedSegment, tensor: Tensor, write: bool) -> None:
-        agent = self._turns.current
+        agent = self._agents.current
         if agent is None:
             return
         clocks, self.accesses = self._clocks, self.accesses + 1
@@ -117,7 +117,7 @@ class RaceDetector(TorchDispatchMode):
     def _report(self, segment: SimulatedSegment, first: Access, second: Access) -> None:
         race = SlotRaceError(
             f"nothing orders {first} and {second}: both touch the slot of lane {segment.role} on rank {segment.rank} "
-            f"(schedule {self._turns.scheduler.schedule})"
+            f"(schedule {self._agents.scheduler.schedule})"
         )
         self.found = self.found or race
         raise race

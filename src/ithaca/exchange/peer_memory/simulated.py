@@ -1,8 +1,8 @@
-"""Peer memory of ranks that live in one process and take turns: every operation is a point at which another may go on.
+"""Peer memory of simulated ranks, which live in one process: every operation is a point at which another may go on.
 
-Who goes on is for `Turns` to say, and what each has seen of the others is for `History`; this module is the machine
-that they watch. There is no time: nothing is ever late, and a wait that nobody can end is a deadlock, which `Turns`
-finds.
+Who goes on is for `Scheduling` to say, and what each has seen of the others is for `History`; this module is the
+machine that they watch. There is no time: nothing is ever late, and a wait that nobody can end is a deadlock, which
+`Scheduling` finds.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ithaca.exchange.peer_memory.interface import Message, PeerMemory, Signal, W
 Stamp = tuple[int, ...]
 
 
-class Turns(Protocol):
+class Scheduling(Protocol):
     """Who runs when."""
 
     def point(self) -> None:
@@ -56,7 +56,7 @@ class SimulatedMachine:
     """What simulated ranks share. ``limit`` is the most that a slot can have, in bytes."""
 
     world_size: int
-    turns: Turns
+    agents: Scheduling
     history: History
     limit: int = 1 << 20
     #: By address: what lies there. For whoever watches reads and writes.
@@ -105,7 +105,7 @@ class SimulatedPeerMemory(PeerMemory):
         self.machine.inbox[Message.HEADER, rank, self.rank].appendleft((header, self.machine.history.send()))
 
     def _post(self, kind: Message, payload: object) -> None:
-        self.machine.turns.point()
+        self.machine.agents.point()
         for rank in self._peers:
             self.machine.inbox[kind, self.rank, rank].append((payload, self.machine.history.send()))
 
@@ -120,7 +120,7 @@ class SimulatedPeerMemory(PeerMemory):
         return tuple(segment.capacity for segment in self._segments.get(role, ()))
 
     def trim(self) -> None:
-        self.machine.turns.point()
+        self.machine.agents.point()
         self._segments.clear()
         self.generation += 1
 
@@ -167,13 +167,13 @@ class SimulatedPeerMemory(PeerMemory):
 
     def signal(self, signal: Signal, role: str, ranks: Iterable[int]) -> None:
         for rank in ranks:
-            self.machine.turns.point()
+            self.machine.agents.point()
             if self.rank not in self.machine.closed:
                 self.machine.tokens(signal, role, self.rank, rank).append(self.machine.history.send())
-        self.machine.turns.point()
+        self.machine.agents.point()
 
     def wait(self, wait: Wait, *, block: bool) -> bool:
-        self.machine.turns.point()
+        self.machine.agents.point()
         self._waits += 1
         try:
             return self._wait(wait, block)
@@ -192,7 +192,7 @@ class SimulatedPeerMemory(PeerMemory):
                 raise PeerDiedError(f"rank {min(gone)} closed, and was expected to send {wait.expecting()}")
             if not block:
                 return False
-            self.machine.turns.block(lambda: self._changed(wait), lambda: self._why(wait))
+            self.machine.agents.block(lambda: self._changed(wait), lambda: self._why(wait))
 
     def _take(self, wait: Wait) -> None:
         if self._ended:

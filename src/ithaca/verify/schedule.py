@@ -118,7 +118,7 @@ class Agent:
             self.error = error
 
 
-class TurnTaking:
+class AgentScheduler:
     """The turns of a set of agents."""
 
     def __init__(self, scheduler: Scheduler) -> None:

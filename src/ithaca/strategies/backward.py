@@ -1,4 +1,4 @@
-"""The way back through an attention call: gradients come in as the output left, and go home as the inputs came.
+"""The backward of an attention call: gradients come in as the output left, and go home as the inputs came.
 
 **The convention.** The loss of the group is the sum of what its ranks compute, so a gradient is that of this sum with
 regard to the tensor that a rank holds. For what is sharded that is the gradient on one rank. For what every rank holds
@@ -29,8 +29,8 @@ from ithaca.plan import OUT, TEXT_OUT, CallPlan, Lane, as_nhd
 
 
 @dataclass(kw_only=True)
-class Way:
-    """The way back through the graph of a backend that has attended on this rank.
+class LocalBackward:
+    """The backward of a backend that has attended on this rank.
 
     ``shapes``: of what it was given, in its layout, for each role that requires a gradient. ``roots`` are where the
     graph begins, by role, and ``end`` where it ends: None if there was nothing to attend to.
@@ -58,11 +58,11 @@ class Way:
 
     def gradients(self, grad_out: Tensor, keep_graph: bool) -> dict[str, Tensor]:
         """Those of the roles that require one, like what the caller gave, from that of the result; NHD."""
-        found = self.back(as_nhd(grad_out, self.layout), keep_graph)
+        found = self.through_backend(as_nhd(grad_out, self.layout), keep_graph)
         return {role: as_nhd(grad, self.layout) for role, grad in found.items()}
 
-    def back(self, heads: Tensor, keep_graph: bool) -> dict[str, Tensor]:
-        """The backend's own backward: gradients of what it was given."""
+    def through_backend(self, heads: Tensor, keep_graph: bool) -> dict[str, Tensor]:
+        """Gradients of what the backend was given, by its own graph."""
         found: Any = [None] * len(self.shapes)
         if self.end is not None:
             found = torch.autograd.grad(
@@ -75,8 +75,8 @@ class Way:
 
 
 @dataclass(kw_only=True)
-class WayAcross(Way):
-    """The way back through one call of a group. ``heads``: query heads of each rank; ``kv_heads``: what this one reads
+class GroupBackward(LocalBackward):
+    """The backward of one call of a group. ``heads``: query heads of each rank; ``kv_heads``: what this one reads
     of K and V."""
 
     exchange: Exchange
@@ -90,7 +90,7 @@ class WayAcross(Way):
         """As on one rank. Collective."""
         heads = self._bring_in(grad_out)
         try:
-            found = self.back(heads, keep_graph)
+            found = self.through_backend(heads, keep_graph)
         except Exception as error:
             if not (isinstance(error, IthacaError) and error.group_knows):
                 with contextlib.suppress(IthacaError):
@@ -178,8 +178,8 @@ class Attached(torch.autograd.Function):
     """The result of a call, attached to what the caller gave. Its forward computes nothing."""
 
     @staticmethod
-    def forward(ctx: Any, way: Way, result: list[Tensor], *sources: Tensor) -> Tensor:
-        ctx.way = way
+    def forward(ctx: Any, backward: LocalBackward, result: list[Tensor], *sources: Tensor) -> Tensor:
+        ctx.call = backward
         # A checkpoint that computes a region again stops in the middle of it, at the last tensor that anybody saves.
         # Were that one of the backend's, it would stop inside the call.
         ctx.save_for_backward(torch.empty(0))
@@ -189,12 +189,12 @@ class Attached(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         _ = ctx.saved_tensors  # raises, on every rank alike, where the graph was freed
-        way: Way = ctx.way
-        found = way.gradients(grad, torch._C._autograd._get_current_graph_task_keep_graph())
-        return (None, None, *(found[role] for role in way.shapes))
+        call: LocalBackward = ctx.call
+        found = call.gradients(grad, torch._C._autograd._get_current_graph_task_keep_graph())
+        return (None, None, *(found[role] for role in call.shapes))
 
 
-def attach(way: Way, result: Tensor, sources: Mapping[str, Tensor]) -> Tensor:
+def attach(backward: LocalBackward, result: Tensor, sources: Mapping[str, Tensor]) -> Tensor:
     """``result`` with a gradient towards ``sources``."""
-    attached: Tensor = Attached.apply(way, [result], *(sources[role] for role in way.shapes))  # type: ignore[no-untyped-call]
+    attached: Tensor = Attached.apply(backward, [result], *(sources[role] for role in backward.shapes))  # type: ignore[no-untyped-call]
     return attached

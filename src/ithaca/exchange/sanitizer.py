@@ -31,7 +31,7 @@ def same_bytes(one: Tensor, other: Tensor) -> bool:
 
 
 @contextmanager
-def scrutinized(lease: Lease) -> Iterator[None]:
+def sanitized(lease: Lease) -> Iterator[None]:
     """Watch the reader of ``lease`` while it runs: it must not write a slot, nor record a stream on one."""
     before = {role: lease[role].clone() for role in sorted(lease.unowned)}
     with _StreamRecords(lease):

@@ -1,4 +1,4 @@
-"""What a rank knows of a call's plan while its lanes leave one by one."""
+"""A call's plan, put together on one rank while its lanes leave one by one."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from ithaca.plan import CallPlan, Lane
 
 
 @dataclass
-class Draft:
-    """One call's, on one rank. What a strategy notes of a role counts from the push of that role on."""
+class PlanBuilder:
+    """Of one call, on one rank. What a strategy notes of a role counts from the push of that role on."""
 
     layout: Layout
     #: Who attends to which heads, as far as the lanes so far tell.
@@ -30,7 +30,7 @@ class Draft:
     #: Roles that require a gradient.
     grads: list[str] = field(default_factory=list)
 
-    def push(self, tensors: Mapping[str, Tensor]) -> tuple[tuple[Claim, ...], tuple[tuple[Span, ...], ...]]:
+    def claim(self, tensors: Mapping[str, Tensor]) -> tuple[tuple[Claim, ...], tuple[tuple[Span, ...], ...]]:
         """What to say of lanes that leave together, and the heads of each that every rank wants."""
         stand_for = {role: dtype for role, dtype, _ in self.packed}
         claims = tuple(
@@ -46,11 +46,11 @@ class Draft:
         self.heads, spans = wanted(self.heads, lanes)
         return claims, spans
 
-    def keep(self, role: str, tensor: Tensor) -> None:
+    def add_whole(self, role: str, tensor: Tensor) -> None:
         """Take note of K or V ``[B, S, H, D]`` that every rank holds whole: part of the plan, and does not move."""
         self.heads = self.heads.seen(None, tensor.shape[2], moves=False)
         self.whole.append((role, tensor.dtype, tuple(tensor.shape)))
 
-    def plan(self, lanes: Sequence[Lane]) -> CallPlan:
+    def build(self, lanes: Sequence[Lane]) -> CallPlan:
         """The plan, once all lanes are agreed on."""
         return CallPlan.attention(tuple(lanes), tuple(self.whole), tuple(self.packed), tuple(sorted(self.grads)))

@@ -15,22 +15,22 @@ from ithaca.backends.interface import AttentionBackend, borrows
 from ithaca.errors import ClosureError, InvalidInputError, IthacaError, UnsupportedError
 from ithaca.exchange.interface import Call, Exchange
 from ithaca.exchange.lease import Lease
-from ithaca.exchange.scrutiny import scrutinized
+from ithaca.exchange.sanitizer import sanitized
 from ithaca.geometry import Layout, Span, Splits
 from ithaca.heads import KEYS, MASK, Heads
 from ithaca.plan import OUT, TEXT_OUT, as_nhd
 from ithaca.strategies import compression, masks
 from ithaca.strategies.autocast import autocast
+from ithaca.strategies.backward import GroupBackward, LocalBackward, attach
 from ithaca.strategies.checks import LaneChecks
-from ithaca.strategies.gradient import Way, WayAcross, attach
 from ithaca.strategies.local import Work, idle
 from ithaca.strategies.request import Request
 
 Compute = Callable[[], Tensor]
 
 
-class Passage:
-    """A context: `push` each lane of the request, then `finish`. What goes wrong inside is told to the other ranks.
+class AttentionCall:
+    """A context: `send` each lane of the request, then `finish`. What goes wrong inside is told to the other ranks.
 
     ``exchange`` is None on a single rank. ``request`` may be the error that making it raised: it is raised inside the
     call, where the other ranks learn of it.
@@ -47,43 +47,30 @@ class Passage:
         sanitize: bool = False,
     ) -> None:
         self._backend, self._exchange, self._sanitize = backend, exchange, sanitize
-        self._here = "" if exchange is None else f"rank {exchange.rank}: "
-        self._made: dict[str, Tensor] = {}
-        self._fault: Exception | None = None
-        self._request, self._layout = Request(()), Layout.NHD
-        self._formats: dict[str, str] = {}
-        if isinstance(request, InvalidInputError):
-            self._fault = InvalidInputError(f"{self._here}{request}")
-        else:
-            try:
-                self._layout, self._request = backend.capabilities.layout, request
-                self._formats = request.options.formats
-            except Exception as error:  # the caller's code
-                self._fault = error
         rank, ranks = (0, 1) if exchange is None else (exchange.rank, exchange.world_size)
+        self._here = "" if exchange is None else f"rank {rank}: "
+        self._request, self._layout, splits, self._fault = _examined(request, backend, ranks, self._here)
+        self._formats = self._request.options.formats
         self._checks = LaneChecks(backend, self._request, tokens, rank, ranks, self._here)
+        #: What was given or computed, by role.
+        self._tensors: dict[str, Tensor] = {}
         #: Roles that require a gradient.
         self._grads: list[str] = []
-        #: The way back through this call, where anything requires a gradient; known once it is finished.
-        self.way: Way | None = None
+        #: The backward of this call, where anything requires a gradient; known once it is finished.
+        self.backward: LocalBackward | None = None
+        #: The same call, as the exchange has it.
         self._call: Call | None = None
         if exchange is not None:
-            terms = self._request.terms + (", sanitized" if sanitize else "") + context
-            heads = self._request.options.head_splits
-            try:
-                splits = None if heads is None else Heads(exchange.world_size, Splits(tuple(heads))).splits
-            except InvalidInputError as error:
-                splits, self._fault = None, self._fault or InvalidInputError(f"{self._here}{error}")
             self._call = exchange.call(
                 self._request.moving,
                 self._layout,
-                terms=terms,
+                terms=self._request.terms + (", sanitized" if sanitize else "") + context,
                 sanitize=sanitize,
                 head_splits=splits,
                 text=self._request.options.text,
             )
 
-    def __enter__(self) -> Passage:
+    def __enter__(self) -> AttentionCall:
         if self._call is not None:
             self._call.__enter__()
         if self._fault is not None:
@@ -93,7 +80,7 @@ class Passage:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self._made.clear()
+        self._tensors.clear()
         if self._call is not None:
             self._call.__exit__(kind, error, tb)
 
@@ -108,7 +95,7 @@ class Passage:
 
     # -- lanes -----------------------------------------------------------------------------------------------------
 
-    def push(self, given: dict[str, Tensor | Compute], grads: Collection[str] | None = None) -> None:
+    def send(self, given: dict[str, Tensor | Compute], grads: Collection[str] | None = None) -> None:
         """Send lanes on their way, under one agreement: tensors ``[B, S_local, H, D]``, or closures that make them.
 
         ``grads``: which of them require a gradient, where the tensors themselves do not say.
@@ -120,28 +107,29 @@ class Passage:
                     assert isinstance(what, Tensor)
                     lanes[role] = masks.shard(
                         what,
-                        self._made["q"],
-                        self._made["k"],
+                        self._tensors["q"],
+                        self._tensors["k"],
                         self._here,
                         whole_keys=self._request.options.kv_replicated,
                     )
                 continue
             tensor = autocast(role, self._computed(role, what))
-            self._checks.check(role, tensor, self._made)
-            self._made[role] = tensor
+            self._checks.check(role, tensor, self._tensors)
+            self._tensors[role] = tensor
             if self._requires_grad(role, tensor, grads):
                 self._grads.append(role)
             if role == "v" and OUT in self._formats and self._call is not None:
-                self._call.draft.packed.append((OUT, torch.uint8, tensor.shape[3] + compression.SCALE_NBYTES))
+                self._call.builder.packed.append((OUT, torch.uint8, tensor.shape[3] + compression.SCALE_NBYTES))
             if role in self._request.moving:
                 lanes[role] = self._packed(role, tensor)
-            elif self._call is not None:
-                self._call.keep(role, tensor)
+            elif self._call is not None and self._exchange is not None:
+                self._exchange.check(role, tensor)
+                self._call.builder.add_whole(role, tensor)
         if self._call is not None and lanes:
             self._call.push(**lanes)
 
     def _requires_grad(self, role: str, tensor: Tensor, grads: Collection[str] | None) -> bool:
-        """Whether the way back has to be noted for this role; without a call, autograd does that by itself."""
+        """Whether a backward has to be noted for this role; without a call, autograd does that by itself."""
         if grads is not None:
             required = role in grads
         else:
@@ -151,7 +139,7 @@ class Passage:
                 raise UnsupportedError(
                     f"{self._here}{role} requires grad, and lanes that are sent as bytes have no backward"
                 )
-            self._call.draft.grads.append(role)
+            self._call.builder.grads.append(role)
         return required
 
     def _packed(self, role: str, tensor: Tensor) -> Tensor:
@@ -159,7 +147,7 @@ class Passage:
         format = self._formats.get(role)
         if format is None or self._call is None:
             return tensor
-        self._call.draft.packed.append((role, tensor.dtype, tensor.shape[3]))
+        self._call.builder.packed.append((role, tensor.dtype, tensor.shape[3]))
         return compression.pack(tensor, format)
 
     def _computed(self, role: str, given: Tensor | Compute) -> Tensor:
@@ -183,14 +171,14 @@ class Passage:
 
     def attached(self, result: Tensor) -> Tensor:
         """The result of `finish`, with a gradient towards the lanes that require one."""
-        return result if self.way is None else attach(self.way, result, self._made)
+        return result if self.backward is None else attach(self.backward, result, self._tensors)
 
     def finish(self, project_out: Callable[[Tensor], Tensor] | None = None) -> Tensor:
         """Wait for all lanes, attend, and bring this rank's tokens home: ``[B, S_local, H, D]``, or the projection."""
         call = self._call
         if call is None:
             return self._bring_home(self._attend_alone(), False, project_out)
-        format, text, dtype = self._formats.get(OUT), self._request.options.text, self._made["q"].dtype
+        format, text, dtype = self._formats.get(OUT), self._request.options.text, self._tensors["q"].dtype
         if format is None:
             call.push_out(self._attend(call), self._layout)
         else:
@@ -210,37 +198,37 @@ class Passage:
         with call.wait() as inputs:
             assert call.plan is not None and self._exchange is not None
             lanes = {lane.role: lane for lane in call.plan.lanes}
-            rank, device = self._exchange.rank, self._made["q"].device
+            rank, device = self._exchange.rank, self._tensors["q"].device
             q_len = len(lanes["q"].wants[rank].tokens)
-            kv_len = len(lanes["k"].wants[rank].tokens) if "k" in lanes else self._made["k"].shape[1]
+            kv_len = len(lanes["k"].wants[rank].tokens) if "k" in lanes else self._tensors["k"].shape[1]
             work = Work(
                 self._request,
-                self._mask(inputs, q_len, kv_len, call.draft.heads.q_spans[rank]),
+                self._mask(inputs, q_len, kv_len, call.builder.heads.q_spans[rank]),
                 q_len,
                 kv_len,
-                call.draft.heads.q_spans[rank],
-                call.draft.heads.kv_spans[rank],
-                call.draft.heads.group,
+                call.builder.heads.q_spans[rank],
+                call.builder.heads.kv_spans[rank],
+                call.builder.heads.group,
             )
             if call.plan.grads:
-                self.way = self._way_back(call, work)
+                self.backward = self._group_backward(call, work)
             queries = lanes["q"].wants[rank]
             if not len(work.q_heads):
-                idle(rank, self._made["q"].shape[2], call.draft.heads.q_spans)
-            shape = queries.shape(self._layout, lanes["q"].batch, self._made["v"].shape[3])
+                idle(rank, self._tensors["q"].shape[2], call.builder.heads.q_spans)
+            shape = queries.shape(self._layout, lanes["q"].batch, self._tensors["v"].shape[3])
             if kv_len == 0 or not math.prod(shape):
                 # Fewer heads than ranks, or no tokens: nothing to attend to.
-                return torch.zeros(shape, dtype=self._made["q"].dtype, device=device)
+                return torch.zeros(shape, dtype=self._tensors["q"].dtype, device=device)
             inputs.reader = type(self._backend).__name__
             unpacked = {
-                role: compression.unpack(inputs[role], format, self._made[role].dtype)
+                role: compression.unpack(inputs[role], format, self._tensors[role].dtype)
                 for role, format in self._formats.items()
                 if role in lanes
             }
-            if self.way is not None:
-                return self._attend_for_backward(self.way, work, inputs)
+            if self.backward is not None:
+                return self._attend_for_backward(self.backward, work, inputs)
             if borrows(self._backend, device) and set(lanes) - set(unpacked):
-                with scrutinized(inputs) if self._sanitize else nullcontext():
+                with sanitized(inputs) if self._sanitize else nullcontext():
                     result = self._run(work, inputs, unpacked)
                 inputs.check_output(result)
                 return result
@@ -248,31 +236,31 @@ class Passage:
             inputs.release()
             return self._run(work, owned, unpacked)
 
-    def _way_back(self, call: Call, work: Work) -> WayAcross:
+    def _group_backward(self, call: Call, work: Work) -> GroupBackward:
         assert call.plan is not None and self._exchange is not None
         rank = self._exchange.rank
         shapes: dict[str, tuple[int, ...]] = {lane.role: lane.slot_shape(rank) for lane in call.plan.lanes}
-        shapes |= {role: tuple(self._kept(work, role).shape) for role in KEYS if role not in shapes}
-        return WayAcross(
+        shapes |= {role: tuple(self._whole(work, role).shape) for role in KEYS if role not in shapes}
+        return GroupBackward(
             exchange=self._exchange,
             layout=self._layout,
             plan=call.plan,
-            heads=call.draft.heads.q_spans,
+            heads=call.builder.heads.q_spans,
             kv_heads=work.kv_heads,
             number=call.number,
             sanitize=self._sanitize,
             shapes={role: shapes[role] for role in call.plan.grads},
         )
 
-    def _attend_for_backward(self, way: Way, work: Work, inputs: Lease) -> Tensor:
+    def _attend_for_backward(self, backward: LocalBackward, work: Work, inputs: Lease) -> Tensor:
         """Run the backend on copies, which it may keep, and note its graph."""
         owned = inputs.own()
         inputs.release()
-        owned |= {role: self._kept(work, role) for role in KEYS if role not in owned}
-        return way.attend(owned, lambda rooted: self._run(work, rooted, {}), type(self._backend).__name__)
+        owned |= {role: self._whole(work, role) for role in KEYS if role not in owned}
+        return backward.attend(owned, lambda rooted: self._run(work, rooted, {}), type(self._backend).__name__)
 
     def _attend_alone(self) -> Tensor:
-        (_, q_len, heads, _), (_, kv_len, kv_heads, _) = self._made["q"].shape, self._made["k"].shape
+        (_, q_len, heads, _), (_, kv_len, kv_heads, _) = self._tensors["q"].shape, self._tensors["k"].shape
         splits = self._request.options.head_splits
         if splits is not None:
             Heads(1, Splits(tuple(splits))).seen(heads, kv_heads)
@@ -280,11 +268,13 @@ class Passage:
         work = Work(
             self._request, mask, q_len, kv_len, Span(0, heads), Span(0, kv_heads), heads // max(kv_heads, 1) or 1
         )
-        inputs = {role: as_nhd(tensor, self._layout) for role, tensor in self._made.items()}
+        inputs = {role: as_nhd(tensor, self._layout) for role, tensor in self._tensors.items()}
         if self._grads:
-            self.way = Way(layout=self._layout, shapes={role: tuple(inputs[role].shape) for role in self._grads})
+            self.backward = LocalBackward(
+                layout=self._layout, shapes={role: tuple(inputs[role].shape) for role in self._grads}
+            )
             name = type(self._backend).__name__
-            return as_nhd(self.way.attend(inputs, lambda rooted: self._run(work, rooted, {}), name), self._layout)
+            return as_nhd(self.backward.attend(inputs, lambda rooted: self._run(work, rooted, {}), name), self._layout)
         return as_nhd(self._run(work, inputs, {}), self._layout)
 
     def _run(self, work: Work, inputs: Lease | dict[str, Tensor], unpacked: dict[str, Tensor]) -> Tensor:
@@ -295,13 +285,13 @@ class Passage:
                 return unpacked[role]
             if (isinstance(inputs, dict) and role in inputs) or role in self._request.moving:
                 return inputs[role]
-            return self._kept(work, role)
+            return self._whole(work, role)
 
         return work.run(self._backend, lane, self._here)
 
-    def _kept(self, work: Work, role: str) -> Tensor:
+    def _whole(self, work: Work, role: str) -> Tensor:
         """This rank's heads of K or V that every rank holds whole, in the backend's layout."""
-        return as_nhd(self._made[role][:, :, work.kv_heads.slice], self._layout)
+        return as_nhd(self._tensors[role][:, :, work.kv_heads.slice], self._layout)
 
     def _bring_home(self, out: Tensor, unowned: bool, project_out: Callable[[Tensor], Tensor] | None) -> Tensor:
         if project_out is None:
@@ -322,7 +312,7 @@ class Passage:
 
     def _mask(self, inputs: Lease | None, q_len: int, kv_len: int, heads: Span) -> Tensor | None:
         """The mask of this rank's heads, in four dims."""
-        given, q = self._request.mask, self._made["q"]
+        given, q = self._request.mask, self._tensors["q"]
         if self._request.options.causal and q_len != kv_len:
             raise InvalidInputError(
                 f"{self._here}causal attention was required to have as many keys as queries; "
@@ -333,3 +323,22 @@ class Passage:
         if inputs is not None and self._request.options.mask_sharded:
             return masks.arrived(inputs[MASK].clone(), self._layout, given.dim() == 2)
         return masks.whole(given, q.shape[0], q.shape[2], q_len, kv_len, self._here, heads)
+
+
+def _examined(
+    request: Request | InvalidInputError, backend: AttentionBackend, ranks: int, here: str
+) -> tuple[Request, Layout, Splits | None, Exception | None]:
+    """The request, the backend's layout, stated heads of each rank; and what is wrong, to be raised inside the call."""
+    nothing = Request(()), Layout.NHD, None
+    if isinstance(request, InvalidInputError):
+        return *nothing, InvalidInputError(f"{here}{request}")
+    try:
+        layout = backend.capabilities.layout
+    except Exception as error:  # the caller's code
+        return *nothing, error
+    stated = request.options.head_splits
+    try:
+        splits = None if stated is None else Heads(ranks, Splits(tuple(stated))).splits
+    except InvalidInputError as error:
+        return request, layout, None, InvalidInputError(f"{here}{error}")
+    return request, layout, splits, None

@@ -8,7 +8,7 @@ import pytest
 from conftest import Run
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from made import BAD, BAD_CALLS, BAD_TENSORS, GOOD, MadeCall, judge
+from random_calls import BAD, BAD_CALLS, BAD_TENSORS, GOOD, RandomCall, judge
 
 pytestmark = pytest.mark.full
 
@@ -30,7 +30,7 @@ def test_two_thousand_calls(on_ranks: Run, exchange: str) -> None:
         phases=[Phase.generate],  # the ranks stay: an exchange that was closed would be closed for a smaller batch too
     )
     @given(st.lists(st.one_of(GOOD, GOOD, BAD), min_size=BATCH, max_size=BATCH))
-    def many(calls: list[MadeCall]) -> None:
+    def many(calls: list[RandomCall]) -> None:
         for call, *verdicts in zip(calls, *on_ranks(2, judge, exchange, calls, timeout=60), strict=True):
             if call.bad == "" or (call.bad == "an order with a stranger" and call.at_once):
                 assert verdicts == ["exact", "exact"], call

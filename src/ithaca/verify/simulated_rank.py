@@ -25,7 +25,7 @@ HEADS, HEAD_DIM = 2, 2
 
 
 @dataclass(frozen=True)
-class Site:
+class SimulatedRank:
     """Where a program runs."""
 
     rank: int
@@ -74,7 +74,7 @@ def whole(layer: int, q_tokens: int, kv_tokens: int) -> tuple[Tensor, Tensor, Te
 
 
 def one_layer(
-    site: Site,
+    sim: SimulatedRank,
     attn: UlyssesAttention,
     layer: int,
     q_sizes: Sequence[int],
@@ -85,20 +85,20 @@ def one_layer(
     """One layer, held against one rank."""
     *tensors, expected = whole(layer, sum(q_sizes), sum(kv_sizes))
     sizes = (q_sizes, kv_sizes, kv_sizes)
-    q, k, v = (t.split(list(s), 1)[site.rank].clone() for t, s in zip(tensors, sizes, strict=True))
+    q, k, v = (t.split(list(s), 1)[sim.rank].clone() for t, s in zip(tensors, sizes, strict=True))
     out = attn(q, k, v) if at_once else attn.forward_async(lambda: q, lambda: k, lambda: v, **options)
     for source in (q, k, v):
         source.fill_(float("nan"))  # the caller has them back
-    mine = expected.split(list(q_sizes), 1)[site.rank]
+    mine = expected.split(list(q_sizes), 1)[sim.rank]
     if not torch.allclose(out, mine, atol=1e-5):
-        raise IthacaError(f"layer {layer} of rank {site.rank} differs from one rank by {(out - mine).abs().max()}")
+        raise IthacaError(f"layer {layer} of rank {sim.rank} differs from one rank by {(out - mine).abs().max()}")
 
 
 def attention(
-    site: Site, borrows: bool = True, layout: Layout = Layout.HND, sanitize: bool = False
+    sim: SimulatedRank, borrows: bool = True, layout: Layout = Layout.HND, sanitize: bool = False
 ) -> UlyssesAttention:
-    backend = Piecewise(site.point, layout) if borrows else _Owning(layout)
-    return UlyssesAttention(backend, exchange=site.exchange, sanitize=sanitize)
+    backend = Piecewise(sim.point, layout) if borrows else _Owning(layout)
+    return UlyssesAttention(backend, exchange=sim.exchange, sanitize=sanitize)
 
 
 class _Owning(SdpaBackend):

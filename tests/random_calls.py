@@ -41,7 +41,7 @@ BAD_CALLS = ("scale is NaN", "scale is text", "mask of another shape", "mask of 
 
 
 @dataclass(frozen=True)
-class MadeCall:
+class RandomCall:
     """``bad`` is what is wrong, on ``rank``, with lane ``lane``; "" for nothing."""
 
     at_once: bool
@@ -71,9 +71,9 @@ _FINE = {
     "values": st.sampled_from(["normal", "NaN", "Inf", "zero"]),
     "seed": st.integers(0, 2**31),
 }
-GOOD = st.builds(MadeCall, **_FINE)
+GOOD = st.builds(RandomCall, **_FINE)
 BAD = st.builds(
-    MadeCall,
+    RandomCall,
     **_FINE,
     bad=st.sampled_from(BAD_TENSORS + BAD_CALLS),
     rank=st.integers(0, 1),
@@ -97,7 +97,7 @@ def _laid_out(tensor: Tensor, strides: str) -> Tensor:
     return home.copy_(tensor)
 
 
-def whole(call: MadeCall) -> list[Tensor]:
+def whole(call: RandomCall) -> list[Tensor]:
     """Q, K and V of both ranks."""
     generator = torch.Generator().manual_seed(call.seed)
     lengths = (sum(call.q_sizes), sum(call.kv_sizes), sum(call.kv_sizes))
@@ -138,7 +138,7 @@ def _spoiled(tensor: Tensor, bad: str) -> Any:
     return made[bad]()
 
 
-def _options(call: MadeCall, rank: int) -> dict[str, Any]:
+def _options(call: RandomCall, rank: int) -> dict[str, Any]:
     if call.rank != rank or call.bad not in BAD_CALLS:
         return {}
     kv = sum(call.kv_sizes)
@@ -151,7 +151,7 @@ def _options(call: MadeCall, rank: int) -> dict[str, Any]:
     }[call.bad]
 
 
-def _make(rank: int, attn: UlyssesAttention, call: MadeCall, tensors: list[Tensor]) -> Any:
+def _make(rank: int, attn: UlyssesAttention, call: RandomCall, tensors: list[Tensor]) -> Any:
     lanes = dict(zip("qkv", (mine(t, s, rank) for t, s in zip(tensors, _sizes(call), strict=True)), strict=True))
     fine = {lane: _laid_out(tensor, call.strides) for lane, tensor in lanes.items()}
     closures: dict[str, Any] = {lane: (lambda t=tensor: t) for lane, tensor in fine.items()}
@@ -171,11 +171,11 @@ def _make(rank: int, attn: UlyssesAttention, call: MadeCall, tensors: list[Tenso
     return attn(*values, **options)
 
 
-def _sizes(call: MadeCall) -> tuple[tuple[int, int], ...]:
+def _sizes(call: RandomCall) -> tuple[tuple[int, int], ...]:
     return call.q_sizes, call.kv_sizes, call.kv_sizes
 
 
-def verdict(rank: int, attn: UlyssesAttention, call: MadeCall) -> str:
+def verdict(rank: int, attn: UlyssesAttention, call: RandomCall) -> str:
     """What a rank says of a call: "exact", the name of an error of ours, or what should not be."""
     tensors = whole(call)
     try:
@@ -195,7 +195,7 @@ def verdict(rank: int, attn: UlyssesAttention, call: MadeCall) -> str:
     return "exact"
 
 
-def judge(rank: int, exchange: str, calls: list[MadeCall]) -> list[str]:
+def judge(rank: int, exchange: str, calls: list[RandomCall]) -> list[str]:
     """The verdicts of one rank; the exchange must get through all of them."""
     attn = UlyssesAttention(SdpaBackend(), exchange=exchange)
     dist.barrier()
