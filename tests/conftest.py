@@ -2,25 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
+import torch
 
 from ithaca import RankPool
 
-TIERS = {"fast", "full", "chaos", "soak"}
+#: Each tier, and what runs it.
+TIERS = {"fast": "pytest -m fast", "full": "pytest -m full", "chaos": "make chaos", "soak": "make soak"}
+#: Tests of each tier that were left out of this run.
+LEFT_OUT = pytest.StashKey[Counter[str]]()
 
 Run = Callable[..., list[Any]]
 
 
+def tiers(item: pytest.Item) -> set[str]:
+    return TIERS.keys() & {mark.name for mark in item.iter_markers()}
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """A test of no tier would run nowhere or everywhere, depending on who asks."""
-    stray = [item.nodeid for item in items if len(TIERS & {mark.name for mark in item.iter_markers()}) != 1]
+    stray = [item.nodeid for item in items if len(tiers(item)) != 1]
     if stray:
         raise pytest.UsageError(
             f"each test was required to be of one of the tiers {sorted(TIERS)}; these are not: {stray}"
         )
+
+
+def pytest_deselected(items: Sequence[pytest.Item]) -> None:
+    for item in items:
+        item.config.stash.setdefault(LEFT_OUT, Counter()).update(tiers(item))
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """What this run does not show, so that nobody takes it for more than it is."""
+    terminalreporter.section("not run")
+    for report in terminalreporter.stats.get("skipped", ()):
+        terminalreporter.line(f"{report.nodeid}: {report.longrepr[2].removeprefix('Skipped: ')}")
+    for tier, number in sorted(config.stash.get(LEFT_OUT, Counter()).items()):
+        terminalreporter.line(f"{number} of the tier {tier}, which `{TIERS[tier]}` runs")
+    device = "there is a device here, but no test for it" if torch.cuda.is_available() else "no device here"
+    terminalreporter.line(f"CUDA and NCCL: {device}; nothing of them is tested")
+    terminalreporter.line("several hosts, macOS: nothing of them is tested")
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -21,13 +22,15 @@ from bad_backends import (
     WritesQ,
 )
 from cases import GatedBackend
+from rich.console import Console
 from torch import Tensor
 from typer.testing import CliRunner
 
 from ithaca import AttentionBackend, Capabilities, Layout, SdpaBackend
 from ithaca.cli import app
 from ithaca.verify import certify
-from ithaca.verify.certify import cases
+from ithaca.verify.certify import Certificate, Result, cases
+from ithaca.verify.report import table
 
 pytestmark = pytest.mark.fast
 
@@ -147,3 +150,12 @@ def test_the_command(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "bad.json").read_text())["passed"] is False
     for nonsense in ("ithaca", "ithaca:Nothing", "no.such:Thing", "ithaca:Layout"):
         assert run(app, ["certify", nonsense]).exit_code == 1
+
+
+def test_the_table_holds_what_stands_in_brackets() -> None:
+    result = Result(next(cases(SdpaBackend().capabilities)), "received [b, s] and [/s]", None)
+    console = Console(width=200, file=io.StringIO())
+    console.print(table(Certificate("Tiled[bf16]", True, (result,))))
+    assert isinstance(console.file, io.StringIO)
+    shown = console.file.getvalue()
+    assert "Tiled[bf16], which" in shown and "received [b, s] and [/s]" in shown

@@ -10,8 +10,10 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.logging import RichHandler
+from rich.text import Text
 
 from ithaca.errors import IthacaError
+from ithaca.extras import require
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Attention across many devices.")
 
@@ -27,6 +29,7 @@ def demo(
     seed: Annotated[int, typer.Option(help="Of the noise that the videos are drawn from.")] = 0,
 ) -> None:
     """Generate a video on one rank and on several, compare results and times."""
+    require("demo", "the demo")
     from ithaca.demo.run import PROMPTS, run_demo
 
     run_demo(prompt or PROMPTS, ranks, out, seed)
@@ -100,11 +103,10 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[RichHandler(show_path=False)])
     try:
         app()
-    except ModuleNotFoundError as error:
-        Console(stderr=True).print(f"this command was required to find {error.name}: pip install 'ithaca[demo]'")
-        raise SystemExit(1) from None
-    except IthacaError as error:
-        Console(stderr=True).print(f"[bold red]{type(error).__name__}[/]: {error}", highlight=False)
+    except (ModuleNotFoundError, IthacaError) as error:
+        # Not as markup, which would swallow what stands in brackets; and unwrapped, so that a command can be copied.
+        text = Text.assemble((type(error).__name__, "bold red"), f": {error}")
+        Console(stderr=True).print(text, soft_wrap=True)
         raise SystemExit(1) from None
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import platform
 import shutil
@@ -10,16 +9,16 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from rich.markup import escape
 from rich.table import Table
 
 from ithaca.backends.sdpa import SdpaBackend
 from ithaca.errors import IthacaError
 from ithaca.exchange.choice import deadline_seconds, host_facts
+from ithaca.extras import EXTRAS, install, missing
 from ithaca.launch import run_ranks, threads_for
 from ithaca.strategies.ulysses import UlyssesAttention
 from ithaca.version import __version__
-
-_EXTRAS = {"diffusers": "diffusers", "imageio": "demo", "torchmetrics": "demo", "sklearn": "train"}
 
 
 def examine() -> Table:
@@ -39,13 +38,10 @@ def examine() -> Table:
         "collective": try_exchange("collective"),
         "CUDA peers": "not in this version; CUDA tensors go over the collective"
         + ("" if torch.cuda.is_available() else " (no CUDA device here)"),
-        "extras": ", ".join(
-            f"{name} {'yes' if importlib.util.find_spec(name) else f'no: pip install ithaca[{extra}]'}"
-            for name, extra in _EXTRAS.items()
-        ),
+        "extras": "\n".join(_extra(name) for name in EXTRAS),
     }
     for what, value in rows.items():
-        table.add_row(what, value)
+        table.add_row(what, escape(value))
     return table
 
 
@@ -67,9 +63,14 @@ def _tiny_attention(rank: int, want: str) -> str:
     return "works" if torch.allclose(out, whole[:, mine], atol=1e-5) else "runs, but its result is WRONG"
 
 
+def _extra(name: str) -> str:
+    lacking = missing(name)
+    return f"{name}: lacks {', '.join(lacking)}; {install(name)}" if lacking else f"{name}: yes"
+
+
 def _missing() -> str:
-    missing = host_facts()["missing"]
-    return f"does not work: this system lacks {', '.join(missing)}" if missing else ""
+    lacking = host_facts()["missing"]
+    return f"does not work: this system lacks {', '.join(lacking)}" if lacking else ""
 
 
 def _copies(cores: int) -> str:

@@ -34,5 +34,5 @@ def run_demo(prompts: Sequence[str], ranks: int, out: Path, seed: int = 0) -> No
         write_contact_sheet(out / "frames.png", video)
         console.print(report.video_table(drawn, ranks, len(prompts), STEPS))
         console.print(report.verdict(drawn, ranks))
-        console.print(f"Wrote {out / 'video.gif'} and {out / 'frames.png'}: {'; '.join(prompts)}.\n")
+        console.print(f"Wrote {out / 'video.gif'} and {out / 'frames.png'}: {'; '.join(prompts)}.\n", markup=False)
         console.print(report.block_table(pool.run(jobs.block, ranks), ranks))

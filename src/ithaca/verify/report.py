@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import importlib
 import sys
+from typing import TYPE_CHECKING
 
+from rich.markup import escape
 from rich.table import Table
 
 from ithaca.backends.interface import AttentionBackend
 from ithaca.errors import InvalidInputError
 from ithaca.verify.certify import Certificate, certify
-from ithaca.verify.exploration import Report
 from ithaca.verify.scenarios import SCENARIOS
+
+if TYPE_CHECKING:
+    from ithaca.verify.exploration import Report
 
 
 def certified(factory: str) -> Certificate:
@@ -48,11 +52,11 @@ def table(certificate: Certificate) -> Table:
     """One row a configuration; breaches in full."""
     promise = "accepts" if certificate.accepts_unowned_inputs else "does not accept"
     verdict = "passed" if certificate.passed else "BREACH"
-    result = Table(title=f"{certificate.backend}, which {promise} unowned inputs: {verdict}")
+    result = Table(title=f"{escape(certificate.backend)}, which {promise} unowned inputs: {verdict}")
     result.add_column("configuration")
     result.add_column("off the reference", justify="right")
     result.add_column("verdict")
     for each in certificate.results:
         off = "" if each.difference is None else f"{each.difference:.1e}"
-        result.add_row(str(each.case), off, each.error or "passed")
+        result.add_row(escape(str(each.case)), off, escape(each.error or "passed"))
     return result

@@ -10,9 +10,14 @@ import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
-from greenlet import GreenletExit, getcurrent, greenlet
-
 from ithaca.errors import DeadlockError, InvalidInputError
+from ithaca.extras import require
+
+try:
+    from greenlet import GreenletExit, getcurrent, greenlet
+except ModuleNotFoundError:
+    require("verify", "exploring")
+    raise
 
 
 class Scheduler(ABC):
