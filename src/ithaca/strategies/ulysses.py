@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ithaca.backends.interface import AttentionBackend
 from ithaca.errors import InvalidInputError, UnsupportedError
@@ -29,9 +30,6 @@ from ithaca.strategies import compiled
 from ithaca.strategies.call import AttentionCall, Compute
 from ithaca.strategies.options import CallOptions
 from ithaca.strategies.request import Request
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 
 class UlyssesAttention:
