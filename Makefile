@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INPUTS := pyproject.toml constraints.txt
 
-.PHONY: demo test check fmt chaos soak bench clean
+.PHONY: demo test check fmt chaos soak bench bench-growth clean
 
 demo: .venv/.demo
 	$(BIN)/ithaca demo
@@ -28,6 +28,9 @@ soak: .venv/.test
 
 bench: .venv/.demo
 	$(BIN)/python benchmarks/exchange.py
+
+bench-growth: .venv/.bench
+	$(BIN)/python benchmarks/exchange.py --growth docs
 
 clean:
 	rm -rf .venv

@@ -58,6 +58,24 @@ def test_dtypes_go_as_they_are(on_ranks: Run, want: str, dtype: torch.dtype, lay
     on_ranks(2, carried, want, dtype, layout)
 
 
+def alone(rank: int, want: str) -> None:
+    groups = [dist.new_group([member]) for member in range(2)]
+    exchange, (q, k, v) = exchange_for(groups[rank], want), qkv(4, 4, heads=2)
+    with exchange.call(("v", "q", "k"), Layout.NHD) as call:
+        call.push(v=v, q=q, k=k)
+        with call.wait() as inputs:
+            assert all(torch.equal(inputs[role], t) for role, t in (("q", q), ("k", k), ("v", v)))
+        call.push_out(q, Layout.NHD)
+        with call.wait_out() as home:
+            assert torch.equal(home["out"], q)
+    assert torch.equal(gather(q, 1, exchange), q)
+
+
+@pytest.mark.parametrize("want", EXCHANGES)
+def test_a_group_of_one_has_an_exchange_too(on_ranks: Run, want: str) -> None:
+    on_ranks(2, alone, want)
+
+
 def held_lease(rank: int) -> None:
     """The ordering rule: while rank 1 holds a lease, rank 0's next push stays out of its slot."""
     exchange = exchange_for(want="slots", copy="thread")

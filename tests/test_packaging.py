@@ -26,7 +26,7 @@ from ithaca.extras import EXTRAS
 
 ROOT = Path(__file__).parent.parent
 #: Extras that serve those who work on the library: nothing in it imports what they bring.
-OURS = {"test", "check"}
+OURS = {"test", "check", "bench"}
 #: Read by the interpreter before all else, in every process: what would not be there is not found, nor its version.
 HIDE = """
 from importlib.machinery import PathFinder

@@ -92,7 +92,7 @@ class CollectiveExchange(Exchange):
         self.counters.header_rounds += 1
         what = f"its header of call {header.call} step {header.step}"
         with self.expecting(tuple(theirs), what):
-            works = dist.batch_isend_irecv(ops)
+            works = dist.batch_isend_irecv(ops) if ops else []  # torch takes no empty list
         # One work an operation (gloo), or one for the whole batch (NCCL).
         who = [(r,) for r in theirs for _ in range(2)] if len(works) == len(ops) else [tuple(theirs)] * len(works)
         self._complete_all(list(zip(who, works, strict=True)), what)
