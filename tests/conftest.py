@@ -13,7 +13,7 @@ from ithaca import RankPool
 
 #: Each tier, and what runs it.
 TIERS = {"fast": "pytest -m fast", "full": "pytest -m full", "chaos": "make chaos", "soak": "make soak"}
-#: Tests of each tier that were left out of this run.
+#: Tests of the tiers that were left out of this run as a whole.
 LEFT_OUT = pytest.StashKey[Counter[str]]()
 
 Run = Callable[..., list[Any]]
@@ -32,9 +32,28 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         )
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    if hasattr(config, "workerinput"):
+        torch.set_num_threads(1)  # beside other workers
+
+
 def pytest_deselected(items: Sequence[pytest.Item]) -> None:
     for item in items:
         item.config.stash.setdefault(LEFT_OUT, Counter()).update(tiers(item))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    left_out = session.config.stash.setdefault(LEFT_OUT, Counter())
+    for tier in set().union(*map(tiers, session.items)):
+        del left_out[tier]
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["left out"] = dict(left_out)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Every worker has collected all tests, so any one's word will do."""
+    node.config.stash[LEFT_OUT] = Counter(getattr(node, "workeroutput", {}).get("left out", {}))
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:

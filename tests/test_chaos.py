@@ -13,6 +13,7 @@ MOMENTS = 200
 
 
 @pytest.mark.full
+@pytest.mark.alone
 @pytest.mark.parametrize("exchange", EXCHANGES)
 @pytest.mark.parametrize("kind", ["kill", "kill", "kill", "stop", "delay"])
 def test_a_few_fates_at_a_step(exchange: str, kind: str, request: pytest.FixtureRequest) -> None:
@@ -22,6 +23,7 @@ def test_a_few_fates_at_a_step(exchange: str, kind: str, request: pytest.Fixture
 
 
 @pytest.mark.full
+@pytest.mark.alone
 @pytest.mark.parametrize("exchange", EXCHANGES)
 def test_a_few_random_moments(exchange: str) -> None:
     wrong = [what for seed in range(3) if (what := at_random(seed, exchange))]

@@ -21,7 +21,7 @@ from ithaca import (
     UlyssesAttention,
 )
 
-pytestmark = pytest.mark.full
+pytestmark = [pytest.mark.full, pytest.mark.alone]
 
 DEADLINE = 4.0
 

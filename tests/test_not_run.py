@@ -68,3 +68,12 @@ def test_skipped_tests_other_tiers_and_what_no_test_is_for(tmp_path: Path) -> No
 
 def test_one_tier_tells_of_the_others(tmp_path: Path) -> None:
     assert not_run(tmp_path, "-m", "fast")[:3] == [CHAOS, "3 of the tier full, which `pytest -m full` runs", SOAK]
+
+
+def test_tests_side_by_side_tell_it_too(tmp_path: Path) -> None:
+    lines = not_run(tmp_path, "-n", "2", "-m", "not chaos and not soak")
+    assert [line for line in lines if "of the tier" in line] == [CHAOS, SOAK] and len(lines) == 7
+
+
+def test_a_tier_of_which_a_part_runs_is_not_told(tmp_path: Path) -> None:
+    assert not_run(tmp_path, "-k", "runs or waits")[2:4] == [CHAOS, SOAK]

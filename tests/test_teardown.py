@@ -19,7 +19,7 @@ from chaos import holdings, more
 
 from ithaca import SdpaBackend, UlyssesAttention, exchange_for, run_ranks
 
-pytestmark = pytest.mark.full
+pytestmark = [pytest.mark.full, pytest.mark.alone]
 
 COPIES = ["inline", "thread"]
 Ranks = list[subprocess.Popen[str]]
