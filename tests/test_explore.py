@@ -106,7 +106,13 @@ def test_a_race_is_one_though_the_data_came_out_right(monkeypatch: pytest.Monkey
     races = explore("self", **options).findings
     assert len(races) == 30
     for race in races:
-        for part in ("SlotRaceError: nothing orders a ", "read by rank ", "write by rank ", "slots.py", "simulated_rank.py"):
+        for part in (
+            "SlotRaceError: nothing orders a ",
+            "read by rank ",
+            "write by rank ",
+            "slots.py",
+            "simulated_rank.py",
+        ):
             assert part in race.error, race.error
         assert "the slot of lane " in race.error and f"(schedule {race.schedule})" in race.error
     monkeypatch.setattr(RaceDetector, "_access", lambda *args: None)
