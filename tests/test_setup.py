@@ -76,7 +76,7 @@ def failing(where: str, error: BaseException) -> Callable[[], None]:
     owner, name = {
         "before its facts": (choice, "host_facts"),
         "after the choice": (choice, "choose"),
-        "before its address": (handshake.socket.socket, "bind"),
+        "before its address": (host, "connect_peers"),
         "before it connects": (handshake, "_call"),
         "before it accepts": (handshake._Callers, "are_here"),
         "when a peer is there": (handshake, "_peer"),
@@ -215,3 +215,32 @@ def test_auto_does_without_what_is_refused(on_ranks: Run, call: str, number: int
     for kind, reason, asked in on_ranks(2, refused, call, number):
         assert kind == "collective" and reason == f"rank 1 runs without {call} ({os.strerror(number)})"
         assert reason in asked
+
+
+def interrupted(rank: int) -> tuple[str, str]:
+    """Ctrl-C on rank 1 when rank 0 is free to go on: what each is told, now and when it tries again."""
+    os.environ["ITHACA_TIMEOUT"] = str(DEADLINE)
+    group, before, true = dist.new_group([0, 1]), holdings(), choice.weakref.finalize
+
+    def ctrl_c(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    said, one = [], torch.ones(1, 2, 2, 4)
+    if rank == 1:
+        choice.weakref.finalize = ctrl_c  # type: ignore[misc, assignment]
+        with pytest.raises(KeyboardInterrupt):
+            attempt(group, "slots", "thread")
+        choice.weakref.finalize = true  # type: ignore[misc]
+        gc.collect()
+        assert not (left := more(holdings(), before)), left
+    for _ in range(2):
+        with pytest.raises(IthacaError) as raised:
+            UlyssesAttention(SdpaBackend(), group=group, exchange=attempt(group, "slots", "thread"))(one, one, one)
+        said.append(str(raised.value))
+    return said[0], said[1]
+
+
+def test_a_rank_that_was_left_behind_says_that_a_new_group_is_required() -> None:
+    (first, again), retried = run_ranks(interrupted, 2, timeout=DEADLINE / 2)
+    assert "its exchange closed" in first and "closed by an earlier error" in again
+    assert all("a new process group is required: rank 1 was interrupted" in said for said in retried)

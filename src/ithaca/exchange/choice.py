@@ -154,19 +154,19 @@ def _make(pg: dist.ProcessGroup, state: _GroupState, want: str, copy: str, devic
         if made in state.made:
             meeting.conclude()
             return state.made[made]
-        exchange: Exchange
-        if kind == "slots":
-            exchange = SlotExchange(HostPeerMemory.connect(meeting), meeting.timeout, copy)
-        else:
-            exchange = CollectiveExchange(pg, device, meeting.timeout)
+        exchange: Exchange | None = None
         try:
+            if kind == "slots":
+                exchange = SlotExchange(HostPeerMemory.connect(meeting), meeting.timeout, copy)
+            else:
+                exchange = CollectiveExchange(pg, device, meeting.timeout)
             exchange.reason = reason
             meeting.conclude()
             state.made[made] = exchange
             weakref.finalize(pg, exchange.destroy)  # runs at the interpreter's exit too
         except BaseException:
-            state.made.pop(made, None)
-            exchange.destroy()
+            if exchange is not None:
+                exchange.destroy()
             raise
     ranks, level = exchange.world_size, logging.INFO if exchange.rank == 0 else logging.DEBUG
     log.log(level, "exchange of %d ranks: %s (%s)", ranks, kind, reason)
@@ -179,8 +179,7 @@ def _next_meeting(pg: dist.ProcessGroup, state: _GroupState) -> Iterator[Meeting
     rank, world_size, timeout = dist.get_rank(pg), dist.get_world_size(pg), deadline_seconds()
     if state.left_behind:
         raise ExchangeUnavailableError(
-            f"rank {rank} was interrupted in the last moment of a set-up that the other ranks finished; "
-            f"a new process group is required"
+            f"a new process group is required: rank {rank} was interrupted in a set-up that the other ranks finished"
         )
     try:
         store = pg.get_group_store()
