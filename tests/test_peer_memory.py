@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import socket
@@ -19,7 +20,8 @@ from torch.distributed import HashStore
 
 from ithaca import CorruptHeaderError, IthacaError, PeerDiedError, PeerTimeoutError
 from ithaca.exchange.agreement import Header
-from ithaca.exchange.peer_memory.handshake import connect_peers
+from ithaca.exchange.meeting import Meeting
+from ithaca.exchange.peer_memory.handshake import Peer, connect_peers
 from ithaca.exchange.peer_memory.host import HostPeerMemory
 from ithaca.exchange.peer_memory.interface import Message, Signal, Wait
 from ithaca.exchange.peer_memory.segment import Segment, allocate
@@ -31,9 +33,13 @@ Pair = tuple[HostPeerMemory, HostPeerMemory]
 
 def connected(timeout: float = 5.0) -> Pair:
     store = HashStore()
+
+    def one(rank: int) -> HostPeerMemory:
+        with Meeting(store, "key", rank, 2, timeout) as meeting:
+            return HostPeerMemory.connect(meeting)
+
     with ThreadPoolExecutor(2) as pool:
-        ends = [pool.submit(HostPeerMemory.connect, rank, 2, store, "key", timeout) for rank in range(2)]
-        first, second = (end.result() for end in ends)
+        first, second = pool.map(one, range(2))
     return first, second
 
 
@@ -135,19 +141,16 @@ def test_whatever_comes_is_an_error_of_ours_or_a_header(kind: bytes, body: bytes
 
 
 def test_memory_that_could_shrink_is_not_mapped() -> None:
-    sealed, loose = allocate(100), os.memfd_create("loose")
-    try:
-        os.ftruncate(loose, 100)
-        assert Segment.map(sealed, 100).capacity == 100
+    sealed, loose = allocate(100), io.FileIO(os.memfd_create("loose"))
+    with sealed, loose:
+        os.ftruncate(loose.fileno(), 100)
+        assert Segment.map(sealed.fileno(), 100).capacity == 100
         with pytest.raises(OSError, match="sealed against resizing"):
-            Segment.map(loose, 100)
+            Segment.map(loose.fileno(), 100)
         with pytest.raises(OSError, match="200 bytes were required, the descriptor holds 100"):
-            Segment.map(sealed, 200)
+            Segment.map(sealed.fileno(), 200)
         with pytest.raises(OSError, match="Operation not permitted"):
-            os.ftruncate(sealed, 10)
-    finally:
-        os.close(sealed)
-        os.close(loose)
+            os.ftruncate(sealed.fileno(), 10)
 
 
 STRANGER = """
@@ -168,12 +171,17 @@ sys.exit(0 if heard == b"" else 1)   # 0: hung up on
 @pytest.mark.parametrize("says", ["nothing", "the right nonce", "from this process, a wrong nonce"])
 def test_strangers_are_hung_up_on(says: str) -> None:
     store = HashStore()
+
+    def one(rank: int) -> dict[int, Peer]:
+        with Meeting(store, "key", rank, 2, 20.0) as meeting:
+            return connect_peers(meeting)
+
     with ThreadPoolExecutor(2) as pool:
-        waiting = pool.submit(connect_peers, 0, 2, store, "key", 20.0)
-        while not store.check(["key/0"]):
+        waiting = pool.submit(one, 0)
+        while not store.check(["key/address/0"]):
             time.sleep(0.01)
-        facts = json.loads(store.get("key/0"))
-        store.set("key/1", json.dumps({"address": "", "nonce": "", "pid": os.getpid()}))
+        facts = json.loads(store.get("key/address/0"))
+        store.set("key/address/1", json.dumps({"address": "", "nonce": "", "pid": os.getpid()}))
         hello = (1).to_bytes(4, "little") + facts["nonce"].encode()
         if says.startswith("from this process"):
             with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
@@ -186,7 +194,7 @@ def test_strangers_are_hung_up_on(says: str) -> None:
             command = [sys.executable, "-c", STRANGER, facts["address"][1:], *extra]
             assert subprocess.run(command, timeout=60).returncode == 0
         assert not waiting.done()
-        theirs = pool.submit(connect_peers, 1, 2, store, "key", 20.0)
+        theirs = pool.submit(one, 1)
         for peers in (waiting.result(), theirs.result()):
             for peer in peers.values():
                 peer.close()

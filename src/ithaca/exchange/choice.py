@@ -6,10 +6,12 @@ run one pure function over it. So a rank that asks for something else is an erro
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
 import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,12 +19,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ithaca.errors import ExchangeUnavailableError, InvalidInputError, PlanMismatchError, UnsupportedError
+from ithaca.errors import ExchangeUnavailableError, InvalidInputError, IthacaError, PlanMismatchError, UnsupportedError
 from ithaca.exchange.collective import CollectiveExchange
 from ithaca.exchange.copy_stream import COPY_MODES
 from ithaca.exchange.interface import Exchange
-from ithaca.exchange.peer_memory.handshake import put_facts, read_facts
+from ithaca.exchange.meeting import Meeting
 from ithaca.exchange.peer_memory.host import HostPeerMemory
+from ithaca.exchange.peer_memory.probe import NEEDS, lacking
 from ithaca.exchange.slots import SlotExchange
 from ithaca.version import __version__
 
@@ -30,10 +33,12 @@ log = logging.getLogger("ithaca")
 
 EXCHANGES = ("auto", "slots", "collective")
 DEFAULT_TIMEOUT = 60.0
+#: The longest deadline, in seconds (twelve days): `poll` takes 2**31 milliseconds, gloo's clock 2**63 nanoseconds.
+LONGEST_TIMEOUT = 1e6
 
 
 def deadline_seconds() -> float:
-    """How long a rank waits for a peer: ``ITHACA_TIMEOUT`` in seconds, 60 by default."""
+    """How long a rank waits for a peer: ``ITHACA_TIMEOUT`` in seconds, 60 by default, `LONGEST_TIMEOUT` at most."""
     text = os.environ.get("ITHACA_TIMEOUT", "")
     try:
         seconds = float(text or DEFAULT_TIMEOUT)
@@ -41,22 +46,23 @@ def deadline_seconds() -> float:
         seconds = -1.0
     if not 0 < seconds < float("inf"):
         raise InvalidInputError(f"ITHACA_TIMEOUT was required to be a number of seconds above zero; received {text!r}")
-    return seconds
+    return min(seconds, LONGEST_TIMEOUT)
 
 
 def host_facts() -> dict[str, Any]:
-    """Where this process runs, as far as slots care; ``missing`` names what the system lacks for them."""
-    facts: dict[str, Any] = {"missing": [], "host": sys.platform}
-    for name in ("memfd_create", "eventfd", "pidfd_open"):
-        if not hasattr(os, name):
-            facts["missing"].append(name)
-    try:
+    """Where this process runs, as far as slots care; ``missing`` names what the system lacks or refuses of their needs.
+
+    `OSError` where that can't be told, for want of descriptors or memory.
+    """
+    facts: dict[str, Any] = {"host": sys.platform, "pid": os.getpid()}
+
+    def place() -> None:
         facts["host"] = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         # Abstract sockets belong to a network namespace, process numbers to a process namespace.
         facts["spaces"] = [os.stat(f"/proc/self/ns/{space}").st_ino for space in ("net", "pid")]
         facts["user"] = os.getuid()
-    except (OSError, AttributeError):
-        facts["missing"].append("/proc")
+
+    facts["missing"] = lacking({**NEEDS, "/proc": place})
     return facts
 
 
@@ -97,8 +103,10 @@ class _GroupState:
 
     chosen: dict[tuple[str, str, str], Exchange] = field(default_factory=dict)
     made: dict[str, Exchange] = field(default_factory=dict)
-    #: Counts the rounds over the store; equal on all ranks, since all make the same choices in the same order.
-    rounds: int = 0
+    #: Counts the meetings of the group: those that this rank was in, and those that failed before it came.
+    meetings: int = 0
+    #: Whether this rank left a meeting that the others took for a success.
+    left_behind: bool = False
 
 
 _groups: weakref.WeakKeyDictionary[dist.ProcessGroup, _GroupState] = weakref.WeakKeyDictionary()
@@ -133,23 +141,62 @@ def exchange_for(
 
 
 def _make(pg: dist.ProcessGroup, state: _GroupState, want: str, copy: str, device: torch.device) -> Exchange:
+    with _next_meeting(pg, state) as meeting:
+        said = {**host_facts(), "want": want, "copy": copy, "device": device.type, "version": __version__}
+        said["backend"] = dist.get_backend_config(pg)
+
+        def watch(rank: int, theirs: dict[str, Any]) -> None:
+            if not _hindrance([said, theirs]):  # else its process number means nothing here
+                meeting.watch(rank, theirs["pid"])
+
+        kind, reason = choose(meeting.share("choice", said, "the choice of an exchange", watch))
+        made = f"{kind} {copy}" if kind == "slots" else f"{kind} {device}"
+        if made in state.made:
+            meeting.conclude()
+            return state.made[made]
+        exchange: Exchange | None = None
+        try:
+            if kind == "slots":
+                exchange = SlotExchange(HostPeerMemory.connect(meeting), meeting.timeout, copy)
+            else:
+                exchange = CollectiveExchange(pg, device, meeting.timeout)
+            exchange.reason = reason
+            meeting.conclude()
+            state.made[made] = exchange
+            weakref.finalize(pg, exchange.destroy)  # runs at the interpreter's exit too
+        except BaseException:
+            if exchange is not None:
+                exchange.destroy()
+            raise
+    ranks, level = exchange.world_size, logging.INFO if exchange.rank == 0 else logging.DEBUG
+    log.log(level, "exchange of %d ranks: %s (%s)", ranks, kind, reason)
+    return exchange
+
+
+@contextlib.contextmanager
+def _next_meeting(pg: dist.ProcessGroup, state: _GroupState) -> Iterator[Meeting]:
+    """The next meeting of the group. One that failed before this rank came is an error here too, once and at once."""
     rank, world_size, timeout = dist.get_rank(pg), dist.get_world_size(pg), deadline_seconds()
-    store, key = pg.get_group_store(), f"ithaca/exchange/{state.rounds}"
-    state.rounds += 1
-    said = {**host_facts(), "want": want, "copy": copy, "device": device.type, "version": __version__}
-    said["backend"] = dist.get_backend_config(pg)
-    put_facts(store, key, rank, said)
-    kind, reason = choose(read_facts(store, key, rank, world_size, timeout, "the choice of an exchange"))
-    made = f"{kind} {copy}" if kind == "slots" else f"{kind} {device}"
-    if made not in state.made:
-        exchange: Exchange
-        if kind == "slots":
-            memory = HostPeerMemory.connect(rank, world_size, store, f"{key}/peers", timeout)
-            exchange = SlotExchange(memory, timeout, copy)
-        else:
-            exchange = CollectiveExchange(pg, device, timeout)
-        exchange.reason = reason
-        state.made[made] = exchange
-        weakref.finalize(pg, exchange.destroy)  # runs at the interpreter's exit too
-        log.log(logging.INFO if rank == 0 else logging.DEBUG, "exchange of %d ranks: %s (%s)", world_size, kind, reason)
-    return state.made[made]
+    if state.left_behind:
+        raise ExchangeUnavailableError(
+            f"a new process group is required: rank {rank} was interrupted in a set-up that the other ranks finished"
+        )
+    try:
+        store = pg.get_group_store()
+    except RuntimeError as error:
+        raise ExchangeUnavailableError(f"a process group with a store was required on rank {rank}: {error}") from error
+    missed: IthacaError | None = None
+    while True:
+        meeting = Meeting(store, f"ithaca/exchange/{state.meetings}", rank, world_size, timeout)
+        if not meeting.is_over():
+            break
+        missed = meeting.why() or missed
+        state.meetings += 1
+    if missed is not None:
+        raise missed
+    state.meetings += 1
+    try:
+        with meeting:
+            yield meeting
+    finally:
+        state.left_behind = meeting.left_behind

@@ -68,6 +68,8 @@ class Exchange(ABC):
         self._current: Call | None = None
         #: Why, if it has ended. Not the error itself, whose frames hold the caller's tensors.
         self._ended: str | None = None
+        #: Whether all has been given back. An interrupt may come between the two: then `destroy` finishes the work.
+        self._given_back = False
         self._entering = threading.Lock()
         self._process = os.getpid()
 
@@ -163,14 +165,16 @@ class Exchange(ABC):
 
     def destroy(self) -> None:
         """Give everything back. A peer that still expects something of this rank gets an error; others do not."""
-        if self._ended is None and os.getpid() == self._process:  # a forked child must not end its parent's
-            self._ended = f"rank {self.rank} called destroy()"
+        if not self._given_back and os.getpid() == self._process:  # a forked child must not end its parent's
+            self._ended = self._ended or f"rank {self.rank} called destroy()"
             self._shut(None)
+            self._given_back = True
 
     def _close(self, error: BaseException) -> None:
         if self._ended is None:
             self._ended = f"{type(error).__name__}: {error}"
             self._shut(error)
+            self._given_back = True
 
 
 class Call(ABC):

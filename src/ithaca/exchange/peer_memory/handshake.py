@@ -8,22 +8,20 @@ and from the very process that published the nonce.
 from __future__ import annotations
 
 import contextlib
-import json
+import io
 import os
 import secrets
 import socket
 import struct
-import time
 from dataclasses import dataclass
-from datetime import timedelta
-from typing import Any
 
-from torch.distributed import DistStoreError, Store
-
-from ithaca.errors import ExchangeUnavailableError, PeerTimeoutError
+from ithaca.errors import ExchangeUnavailableError
+from ithaca.exchange.meeting import Facts, Meeting
 
 _HELLO = struct.Struct("<I32s")  # rank, nonce of the rank that is called
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
+#: How many callers are looked at in one go: between two, the rank sees whether the others are still there.
+_CALLERS = 256
 
 
 @dataclass
@@ -32,116 +30,117 @@ class Peer:
 
     rank: int
     socket: socket.socket
-    pidfd: int
+    process: io.FileIO
 
     def close(self) -> None:
+        """May be called again, and finishes then what an interrupt left open."""
         with contextlib.suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)  # a child forked meanwhile holds it open too
         self.socket.close()
-        os.close(self.pidfd)
+        self.process.close()
 
 
-def read_facts(store: Store, key: str, rank: int, world_size: int, timeout: float, what: str) -> list[dict[str, Any]]:
-    """Wait until every rank has put its facts under ``key``; ``PeerTimeoutError`` names the first that has not."""
-    facts = []
-    deadline = time.monotonic() + timeout
-    for other in range(world_size):
-        name = f"{key}/{other}"
-        try:
-            store.wait([name], timedelta(seconds=max(0.01, deadline - time.monotonic())))
-        except DistStoreError:
-            raise PeerTimeoutError(
-                f"rank {rank} waited {timeout:g} s for {what} of rank {other}, which has not published it"
-            ) from None
-        facts.append(json.loads(store.get(name)))
-    return facts
-
-
-def put_facts(store: Store, key: str, rank: int, facts: dict[str, Any]) -> None:
-    store.set(f"{key}/{rank}", json.dumps(facts))
-
-
-def connect_peers(rank: int, world_size: int, store: Store, key: str, timeout: float) -> dict[int, Peer]:
+def connect_peers(meeting: Meeting) -> dict[int, Peer]:
     """Connect to every other rank of the group. Collective; whatever fails, nothing stays open."""
-    deadline = time.monotonic() + timeout
     peers: dict[int, Peer] = {}
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+    with contextlib.ExitStack() as opened, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         address, nonce = f"\0ithaca-{secrets.token_hex(16)}", secrets.token_hex(16)
+        listener.setblocking(False)
         listener.bind(address)
-        listener.listen(world_size)
-        put_facts(store, key, rank, {"address": address, "nonce": nonce, "pid": os.getpid()})
-        facts = read_facts(store, key, rank, world_size, timeout, "the socket address")
-        try:
-            for other in range(rank):
-                peers[other] = _call(rank, other, facts[other], deadline)
-            while len(peers) < world_size - 1:
-                peer = _accept(listener, rank, nonce, facts, deadline, missing=set(range(world_size)) - {rank, *peers})
-                if peer is not None:
-                    peers[peer.rank] = peer
-        except BaseException:
-            for peer in peers.values():
-                peer.close()
-            raise
+        listener.listen(socket.SOMAXCONN)  # anybody on this host can call, and be in the way
+        mine = {"address": address, "nonce": nonce, "pid": os.getpid()}
+        facts = meeting.share(
+            "address", mine, "its socket address", lambda rank, theirs: meeting.watch(rank, theirs["pid"])
+        )
+        callers = _Callers(meeting, listener, nonce, facts, opened)
+        for other in range(meeting.rank):
+            peers[other] = _call(meeting, other, facts[other], opened)
+        meeting.until(callers.are_here, "a connection", callers.missing, callers.wakers)
+        peers.update(callers.peers)
+        opened.pop_all()
     return peers
 
 
-def _call(rank: int, other: int, facts: dict[str, Any], deadline: float) -> Peer:
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    try:
-        connection.settimeout(max(0.01, deadline - time.monotonic()))
-        connection.connect(facts["address"])
-        if not _is(connection, facts["pid"]):
-            raise ExchangeUnavailableError(f"rank {rank} reached a process that is not rank {other} at its address")
-        connection.sendall(_HELLO.pack(rank, facts["nonce"].encode()))
-        return _peer(other, connection, facts["pid"])
-    except OSError as error:
-        connection.close()
-        raise ExchangeUnavailableError(f"rank {rank} could not connect to rank {other}: {error}") from error
-    except BaseException:
-        connection.close()
-        raise
+def _call(meeting: Meeting, other: int, facts: Facts, opened: contextlib.ExitStack) -> Peer:
+    connection = opened.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+    connection.setblocking(False)
+
+    def connected() -> bool:
+        try:
+            connection.connect(facts["address"])
+        except (BlockingIOError, ConnectionRefusedError):  # too many callers, or it has given up and will say so
+            return False
+        return True
+
+    meeting.until(connected, "room for one more caller", {other})
+    if peer_of(connection) != (facts["pid"], os.getuid()):
+        raise ExchangeUnavailableError(f"rank {meeting.rank} reached a process that is not rank {other} at its address")
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # gone again, which is told by other means
+        connection.send(_HELLO.pack(meeting.rank, facts["nonce"].encode()))
+    return _peer(meeting, other, connection, opened)
 
 
-def _accept(
-    listener: socket.socket, rank: int, nonce: str, facts: list[dict[str, Any]], deadline: float, missing: set[int]
-) -> Peer | None:
-    """The next caller, or None where it is nobody that was expected: strangers are hung up on, not obeyed."""
-    listener.settimeout(max(0.01, deadline - time.monotonic()))
-    try:
-        connection, _ = listener.accept()
-    except TimeoutError:
-        raise PeerTimeoutError(
-            f"rank {rank} waited until the deadline for a connection from rank(s) {sorted(missing)}"
-        ) from None
-    try:
-        # The caller's process first: a stranger who connects and says nothing must not be waited for.
-        if not any(_is(connection, facts[rank]["pid"]) for rank in missing):
-            connection.close()
-            return None
-        connection.settimeout(max(0.01, deadline - time.monotonic()))
-        hello = connection.recv(_HELLO.size + 1)
+class _Callers:
+    """Those who call this rank: the ranks above it, and strangers, who are hung up on, not obeyed."""
+
+    def __init__(
+        self, meeting: Meeting, listener: socket.socket, nonce: str, facts: list[Facts], opened: contextlib.ExitStack
+    ) -> None:
+        self._meeting, self._listener, self._nonce, self._facts = meeting, listener, nonce.encode(), facts
+        self._opened = opened
+        self.missing = set(range(meeting.rank + 1, meeting.world_size))
+        self.peers: dict[int, Peer] = {}
+        #: The listener, and connections from processes that are expected, which have not said a word yet.
+        self.wakers = [listener]
+
+    def are_here(self) -> bool:
+        for _ in range(_CALLERS):
+            if not self.missing:
+                break
+            try:
+                connection = self._opened.enter_context(self._listener.accept()[0])
+            except BlockingIOError:
+                break
+            # The caller's process first: a stranger who connects and says nothing must not be waited for.
+            if any(peer_of(connection) == (self._facts[rank]["pid"], os.getuid()) for rank in self.missing):
+                connection.setblocking(False)
+                self.wakers.append(connection)
+            else:
+                connection.close()
+        for connection in self.wakers[1:]:
+            try:
+                self._listen(connection)
+            except BlockingIOError:
+                continue
+            self.wakers.remove(connection)
+        return not self.missing
+
+    def _listen(self, connection: socket.socket) -> None:
+        try:
+            hello = connection.recv(_HELLO.size + 1)
+        except ConnectionResetError:
+            hello = b""
         if len(hello) == _HELLO.size:
             caller, said = _HELLO.unpack(hello)
             if (
-                caller in missing
-                and secrets.compare_digest(said, nonce.encode())
-                and _is(connection, facts[caller]["pid"])
+                caller in self.missing
+                and secrets.compare_digest(said, self._nonce)
+                and peer_of(connection) == (self._facts[caller]["pid"], os.getuid())
             ):
-                return _peer(caller, connection, facts[caller]["pid"])
-    except OSError:
-        pass
-    connection.close()
-    return None
+                self.peers[caller] = _peer(self._meeting, caller, connection, self._opened)
+                self.missing.discard(caller)
+                return
+        connection.close()
 
 
-def _is(connection: socket.socket, pid: int) -> bool:
-    """Whether the kernel says that the other end is process ``pid`` of this user."""
+def peer_of(connection: socket.socket) -> tuple[int, int]:
+    """Process and user at the other end, by what the kernel says."""
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    peer_pid, uid, _ = _CREDENTIALS.unpack(raw)
-    return bool(peer_pid == pid and uid == os.getuid())
+    pid, uid, _ = _CREDENTIALS.unpack(raw)
+    return pid, uid
 
 
-def _peer(rank: int, connection: socket.socket, pid: int) -> Peer:
-    pidfd = os.pidfd_open(pid)
-    connection.setblocking(False)
-    return Peer(rank, connection, pidfd)
+def _peer(meeting: Meeting, rank: int, connection: socket.socket, opened: contextlib.ExitStack) -> Peer:
+    peer = Peer(rank, connection, meeting.process(rank))
+    opened.callback(peer.close)
+    return peer

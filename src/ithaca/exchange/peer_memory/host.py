@@ -4,11 +4,13 @@ Nothing here has a name in any file system, so nothing can be left behind and no
 sealed against resizing before it is handed over, so that a peer cannot make this rank fault. It is never unmapped
 by hand: ``mmap.close`` succeeds under a living tensor, whose next read would then be a segmentation fault; the last
 tensor over a mapping ends it.
+A descriptor belongs to a `FileIO`, closed once, however often it is asked, or when collected: no interrupt leaks one.
 """
 
 from __future__ import annotations
 
 import errno
+import io
 import os
 import select
 import socket
@@ -21,10 +23,10 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from torch.distributed import Store
 
 from ithaca import errors
 from ithaca.errors import ExchangeClosedError, GrowthError, IthacaError, PeerDiedError, PeerTimeoutError
+from ithaca.exchange.meeting import Meeting
 from ithaca.exchange.peer_memory.handshake import Peer, connect_peers
 from ithaca.exchange.peer_memory.interface import Message, PeerMemory, Signal, Wait
 from ithaca.exchange.peer_memory.segment import Segment, allocate
@@ -45,6 +47,7 @@ _KINDS = {
 }
 #: Which errors keep their type when a rank passes on why it gave up.
 _CONTAGIOUS = ("PeerDiedError", "PeerTimeoutError")
+_Received = tuple[bytes, list[io.FileIO]]
 
 
 @dataclass
@@ -55,11 +58,12 @@ class _Channel:
     #: ``mine[signal][rank]`` is what I wait on for ``rank``; ``theirs[signal][rank]`` is what ``rank`` waits on for me.
     mine: dict[Signal, dict[int, int]] = field(default_factory=dict)
     theirs: dict[Signal, dict[int, int]] = field(default_factory=dict)
+    #: What the descriptors of both tables belong to.
+    owners: list[io.FileIO] = field(default_factory=list)
 
     def close(self) -> None:
-        for table in (*self.mine.values(), *self.theirs.values()):
-            for fd in table.values():
-                os.close(fd)
+        for owner in self.owners:
+            owner.close()
         self.mine, self.theirs, self.segments = {}, {}, []
 
 
@@ -73,19 +77,25 @@ class HostPeerMemory(PeerMemory):
         self._stamps_nbytes = aligned(8 * world_size)
         self._peers = peers
         self._channels: dict[str, _Channel] = {}
-        self._inbox: dict[Message, dict[int, deque[tuple[bytes, list[int]]]]] = {
+        self._inbox: dict[Message, dict[int, deque[_Received]]] = {
             kind: {r: deque() for r in range(world_size)} for kind in Message
         }
         self._hung_up: set[int] = set()
         self._ended = self._closed = False
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._wake = io.FileIO(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC))
         # A credit may be given by one thread while another closes: the descriptor must not be reused in between.
         self._closing = threading.RLock()  # a collector may run the end of this object inside `signal`
 
     @classmethod
-    def connect(cls, rank: int, world_size: int, store: Store, key: str, timeout: float) -> HostPeerMemory:
-        """``key`` is the store's prefix for this set-up, equal on all ranks and used once."""
-        return cls(rank, world_size, connect_peers(rank, world_size, store, key, timeout), timeout)
+    def connect(cls, meeting: Meeting) -> HostPeerMemory:
+        """One for each rank that takes part in ``meeting``."""
+        peers = connect_peers(meeting)
+        try:
+            return cls(meeting.rank, meeting.world_size, peers, meeting.timeout)
+        except BaseException:
+            for peer in peers.values():
+                peer.close()
+            raise
 
     # -- announcements ---------------------------------------------------------------------------------------------
 
@@ -123,18 +133,18 @@ class HostPeerMemory(PeerMemory):
 
     def grow(self, role: str, capacities: tuple[int, ...]) -> Generator[Wait, None, None]:
         """Two rounds over the sockets: everybody's descriptors, then everybody's word that they are mapped."""
-        fds: list[int] = []
+        fds: list[io.FileIO] = []
         segments: dict[int, Segment] = {}
         try:
             yield from self._commit(role, capacities, fds, segments)
         except BaseException:
             for fd in fds:
-                os.close(fd)
+                fd.close()
             segments.clear()  # whoever keeps the error keeps its frames, and they would keep the mappings
             raise
 
     def _commit(
-        self, role: str, capacities: tuple[int, ...], fds: list[int], segments: dict[int, Segment]
+        self, role: str, capacities: tuple[int, ...], fds: list[io.FileIO], segments: dict[int, Segment]
     ) -> Generator[Wait, None, None]:
         """``fds`` and ``segments`` collect what is open and must not stay so if this fails."""
         capacities = tuple(nbytes + self._stamps_nbytes for nbytes in capacities)
@@ -142,29 +152,29 @@ class HostPeerMemory(PeerMemory):
         first = role not in self._channels
         mine: dict[Signal, dict[int, int]] = {signal: {} for signal in Signal}
         theirs: dict[Signal, dict[int, int]] = {signal: {} for signal in Signal}
-        memory_fd, problem = -1, ""
+        memory, problem = None, ""
         try:
-            memory_fd = allocate(capacity)
-            segments[me] = Segment.map(memory_fd, capacity)
-            if first:
-                for rank in range(self.world_size):
-                    for signal in Signal:
-                        fd = os.eventfd(signal is Signal.CREDIT, os.EFD_SEMAPHORE | os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-                        fds.append(fd)
-                        mine[signal][rank] = fd
-                        if rank == me:
-                            theirs[signal][rank] = os.dup(fd)
-                            fds.append(theirs[signal][rank])
+            memory = allocate(capacity)
+            segments[me] = Segment.map(memory.fileno(), capacity)
+            for rank in range(self.world_size) if first else ():
+                for signal in Signal:
+                    flags = os.EFD_SEMAPHORE | os.EFD_NONBLOCK | os.EFD_CLOEXEC
+                    fds.append(io.FileIO(os.eventfd(signal is Signal.CREDIT, flags)))
+                    mine[signal][rank] = fds[-1].fileno()
+                    if rank == me:
+                        fds.append(io.FileIO(os.dup(mine[signal][rank])))
+                        theirs[signal][rank] = fds[-1].fileno()
         except (OSError, OverflowError) as error:
             problem = f"rank {me} could not make {capacity} bytes for lane {role}: {error}"
         head = _GROWTH_FORMAT.pack(role.encode(), generation, min(capacity, _MOST), not problem)
         try:
             for rank in self._peers:
-                handed = [] if problem else [memory_fd, *(mine[signal][rank] for signal in Signal if first)]
+                signals = [mine[signal][rank] for signal in Signal if first and not problem]
+                handed = [memory.fileno(), *signals] if memory and not problem else []
                 self._send(rank, _GROWTH + head + _encode(problem), handed)
         finally:
-            if memory_fd >= 0:
-                os.close(memory_fd)
+            if memory:
+                memory.close()
 
         answers = yield from self._round(Message.GROWTH, role, "its new memory")
         fds.extend(fd for _, received in answers.values() for fd in received)
@@ -182,9 +192,9 @@ class HostPeerMemory(PeerMemory):
                 )
             elif not problem:
                 try:
-                    segments[rank] = Segment.map(received[0], their_capacity)
+                    segments[rank] = Segment.map(received[0].fileno(), their_capacity)
                     for signal, fd in zip(Signal, received[1:], strict=False):
-                        theirs[signal][rank] = fd
+                        theirs[signal][rank] = fd.fileno()
                 except (OSError, OverflowError, ValueError) as error:
                     problem = f"rank {me} could not map the memory of rank {rank}: {error}"
         for rank in self._peers:
@@ -196,14 +206,13 @@ class HostPeerMemory(PeerMemory):
         if problem:
             raise GrowthError(f"lane {role} could not grow to {capacities} bytes, seen from rank {me}: {problem}")
 
-        in_use = {fd for table in (*mine.values(), *theirs.values()) for fd in table.values()}
-        for fd in set(fds) - in_use:
-            os.close(fd)
+        for _, received in answers.values():
+            received[0].close()  # the mapping stays without it
+        channel = self._channels.setdefault(role, _Channel(mine=mine, theirs=theirs, owners=[*fds]))
         fds.clear()
-        channel = self._channels.setdefault(role, _Channel(mine=mine, theirs=theirs))
         channel.segments = [segments[rank] for rank in range(self.world_size)]
 
-    def _round(self, kind: Message, role: str, what: str) -> Generator[Wait, None, dict[int, tuple[bytes, list[int]]]]:
+    def _round(self, kind: Message, role: str, what: str) -> Generator[Wait, None, dict[int, _Received]]:
         yield Wait(kind, role, set(self._peers), lambda: f"{what} for lane {role}")
         return {rank: self._inbox[kind][rank].popleft() for rank in self._peers}
 
@@ -277,8 +286,8 @@ class HostPeerMemory(PeerMemory):
                 sockets[peer.socket.fileno()] = rank
                 poller.register(peer.socket.fileno(), select.POLLIN)
             if rank in wait.pending:
-                deaths[peer.pidfd] = rank
-                poller.register(peer.pidfd, select.POLLIN)
+                deaths[peer.process.fileno()] = rank
+                poller.register(peer.process, select.POLLIN)
         if isinstance(wait.kind, Signal):
             for rank in wait.pending:
                 poller.register(self._channels[wait.role].mine[wait.kind][rank], select.POLLIN)
@@ -331,7 +340,9 @@ class HostPeerMemory(PeerMemory):
         ends = 0
         while rank not in self._hung_up:
             try:
-                message, fds, _, _ = socket.recv_fds(self._peers[rank].socket, _MESSAGE_NBYTES, 4)
+                connection = self._peers[rank].socket
+                # In one line, so that an interrupt can't come between a descriptor and its owner.
+                message, fds = (got := socket.recv_fds(connection, _MESSAGE_NBYTES, 4))[0], [*map(io.FileIO, got[1])]
             except BlockingIOError:
                 return
             except OSError:
@@ -346,7 +357,7 @@ class HostPeerMemory(PeerMemory):
                 self._inbox[kind][rank].append((message[1:], fds))
             else:
                 for fd in fds:
-                    os.close(fd)
+                    fd.close()
                 if message[:1] == _ABORT:
                     name, _, text = (why := message[1:].decode(errors="replace")).partition(": ")
                     if name in _CONTAGIOUS:
@@ -366,23 +377,22 @@ class HostPeerMemory(PeerMemory):
 
     def interrupt(self) -> None:
         self._ended = True
-        os.eventfd_write(self._wake, 1)
+        if not self._wake.closed:
+            os.eventfd_write(self._wake.fileno(), 1)
 
     def close(self) -> None:
+        """See `PeerMemory`. May be called again, and finishes then what an interrupt left open."""
         with self._closing:
-            if self._closed:
-                return
             self._closed = self._ended = True
             for channel in self._channels.values():
                 channel.close()
         for queue in self._inbox[Message.GROWTH].values():
-            for _, fds in queue:
-                for fd in fds:
-                    os.close(fd)
+            for fd in (fd for _, fds in queue for fd in fds):
+                fd.close()
             queue.clear()
         for peer in self._peers.values():
             peer.close()
-        os.close(self._wake)
+        self._wake.close()
 
 
 def _encode(text: str) -> bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import io
 import mmap
 import os
 from dataclasses import dataclass
@@ -33,7 +34,7 @@ class Segment:
         return cls(mmap.mmap(fd, nbytes, flags=flags), capacity)
 
 
-def allocate(capacity: int) -> int:
+def allocate(capacity: int) -> io.FileIO:
     """A sealed memfd whose pages exist: without that, a full machine kills at the first write, and not here.
 
     The kernel does not limit a memfd: asked for too much it would end a process to find it. So the machine's available
@@ -42,15 +43,15 @@ def allocate(capacity: int) -> int:
     nbytes, available = max(1, capacity), _available()
     if nbytes > available:
         raise OSError(errno.ENOMEM, f"{nbytes} bytes were required, {available} are available")
-    fd = os.memfd_create("ithaca", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    memory = io.FileIO(os.memfd_create("ithaca", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
     try:
-        os.ftruncate(fd, nbytes)
-        os.posix_fallocate(fd, 0, nbytes)
-        fcntl.fcntl(fd, _F_ADD_SEALS, _SEALS)
+        os.ftruncate(memory.fileno(), nbytes)
+        os.posix_fallocate(memory.fileno(), 0, nbytes)
+        fcntl.fcntl(memory.fileno(), _F_ADD_SEALS, _SEALS)
     except BaseException:
-        os.close(fd)
+        memory.close()
         raise
-    return fd
+    return memory
 
 
 def _available() -> int:
