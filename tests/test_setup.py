@@ -25,7 +25,7 @@ from ithaca.exchange.interface import Exchange
 from ithaca.exchange.meeting import Meeting
 from ithaca.exchange.peer_memory import handshake, host
 
-pytestmark = pytest.mark.full
+pytestmark = [pytest.mark.full, pytest.mark.alone]
 
 #: So long that who waits for it is found out.
 DEADLINE = 20.0
