@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-import multiprocessing as mp
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from left_over import nothing_is_left  # noqa: F401
 
 from ithaca import InvalidInputError, RankFailedError, run_ranks
 
-pytestmark = pytest.mark.full
-
-
-@pytest.fixture(autouse=True)
-def no_process_is_left() -> Iterator[None]:
-    """Only those of the shared pools, which were there before."""
-    before = {p.pid for p in mp.active_children()}
-    yield
-    assert {p.pid for p in mp.active_children()} <= before
+pytestmark = [pytest.mark.full, pytest.mark.alone]
 
 
 def about(rank: int, word: str) -> tuple[int, int, str, int, str, int]:
@@ -79,9 +71,10 @@ def test_time_runs_out() -> None:
         run_ranks(sleeps, 2, timeout=3)
 
 
-def test_no_ranks_is_an_error() -> None:
-    with pytest.raises(InvalidInputError, match="at least one rank"):
-        run_ranks(sleeps, 0)
+@pytest.mark.parametrize("ranks", [0, -1, 1.5, True, "2", None])
+def test_what_is_no_count_of_ranks(ranks: Any) -> None:
+    with pytest.raises(InvalidInputError, match=r"at least one rank was required, as an integer; received"):
+        run_ranks(sleeps, ranks)
 
 
 SCRIPT = """
@@ -106,7 +99,8 @@ def test_everything_runs_under_torchrun(tmp_path: Path) -> None:
     script = tmp_path / "job.py"
     script.write_text(SCRIPT.format(tests=str(Path(__file__).parent)))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    environ = {**os.environ, "TMPDIR": str(tmp_path)}  # its agent leaves a folder of logs
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert sorted(line for line in done.stdout.splitlines() if line.startswith("rank")) == [
         "rank 0 has slots",
