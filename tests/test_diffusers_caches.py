@@ -63,7 +63,10 @@ def faster(distilled: bool) -> Any:
 
 
 KINDS: dict[str, Callable[[], Any]] = {
-    **{f"first block, {threshold}": lambda threshold=threshold: first_block(threshold) for threshold in (0.071, 0.08, 0.095)},
+    **{
+        f"first block, {threshold}": lambda threshold=threshold: first_block(threshold)
+        for threshold in (0.071, 0.08, 0.095)
+    },
     "mag": mag,
     "mag, calibrating": lambda: mag(calibrate=True),
     "broadcast": broadcast,
@@ -76,7 +79,9 @@ KINDS: dict[str, Callable[[], Any]] = {
 }
 
 
-def denoised(model: WanTransformer3DModel, steps: int = STEPS, dtype: torch.dtype = torch.float32) -> tuple[list[Tensor], int]:
+def denoised(
+    model: WanTransformer3DModel, steps: int = STEPS, dtype: torch.dtype = torch.float32
+) -> tuple[list[Tensor], int]:
     """The latents of every step, and how often the last block's feed-forward or self-attention ran.
 
     The first frames move much more than the last ones do, and so does the residual of the rank that holds them.
@@ -214,7 +219,7 @@ class Unknown:
 def refused(rank: int) -> None:
     model, given = wan(layers=3), inputs(GRIDS["24 tokens"])
     model._cache_config = Unknown()
-    with pytest.raises(UnsupportedError, match=r"decide alike on all ranks, as FirstBlockCacheConfig.*received Unknown"):
+    with pytest.raises(UnsupportedError, match=r"alike on all ranks, as FirstBlockCacheConfig.*received Unknown"):
         parallelize(model, ulysses_degree=2)
     model._cache_config = None
     expected = model(**given)[0]

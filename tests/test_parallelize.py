@@ -32,6 +32,7 @@ from ithaca.diffusers.wan import UlyssesWanProcessor
 
 pytestmark = pytest.mark.full
 
+
 def equal(rank: int, ranks: int, grid: str, options: dict[str, Any], fused: bool, per_token: bool) -> None:
     model = wan()
     if fused:

@@ -32,8 +32,8 @@ class Forward:
     refused. A self-attention that would not go across the ranks is an error, and tokens that reach one without having
     been cut, which would be attended to once a rank, are told there.
 
-    ``torch.compile`` leaves out both hooks and what calls them, and begins with the model's own forward: when a
-    compiled module raises, its hooks are not called.
+    ``torch.compile`` leaves out both hooks and what calls them, and begins with the model's own forward: of a module
+    that is compiled with its hooks and raises, none is called.
     """
 
     def __init__(self, attention: UlyssesAttention, family: ModuleType, *, backend_chosen: bool) -> None:
@@ -48,7 +48,15 @@ class Forward:
         model.register_forward_hook(self.after, with_kwargs=True, always_call=True)
 
     def before(self, model: nn.Module, args: Any, kwargs: Any) -> None:
-        torch._dynamo.skip_frame("the exchange is set up, and ranks are told of errors, outside of compiled code")
+        torch._dynamo.skip_frame("the exchange is set up, and peers are told of errors, outside of compiled code")
+        self._begin(model, args, kwargs)
+
+    def after(self, model: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
+        torch._dynamo.skip_frame("as before")
+        self._end(model)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _begin(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         attention, self._handled = self.attention, sys.exc_info()[1]
         try:
             attention.exchange  # noqa: B018 - set up here, if nothing has
@@ -61,8 +69,8 @@ class Forward:
         attention.tokens = Splits.even(self.family.tokens(model, *args, **kwargs), attention.ulysses_degree)
         caches.decide_together(self.family.blocks(model), attention)
 
-    def after(self, model: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
-        torch._dynamo.skip_frame("see before")
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _end(self, model: nn.Module) -> None:
         handled, self._handled = self._handled, None
         self.attention.tokens = None
         error = sys.exc_info()[1]
