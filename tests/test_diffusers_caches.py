@@ -8,6 +8,7 @@ from typing import Any
 import diffusers
 import pytest
 import torch
+import torch._dynamo
 from conftest import Run
 from diffusers import WanTransformer3DModel
 from diffusers.hooks import SmoothedEnergyGuidanceConfig
@@ -192,6 +193,39 @@ def test_calibration_is_of_all_tokens(on_ranks: Run) -> None:
     (alone, first), (_, second) = on_ranks(2, calibrated)
     assert first == second and len(first) == STEPS
     torch.testing.assert_close(torch.tensor(first), torch.tensor(alone), rtol=1e-5, atol=0)
+
+
+def outvoted(rank: int) -> None:
+    """SeaCache looks at latents that every rank has; where one would compute all the same, all do."""
+    alone, model = wan(layers=3), wan(layers=3)
+    expected, _ = denoised(alone)
+    parallelize(model, ulysses_degree=2)
+    model.enable_cache(diffusers.SeaCacheConfig(threshold=0.5))
+    if rank:
+        leader = model.blocks[0]._diffusers_hook.get_hook("sea_cache_leader_block")
+        leader.shared_state.resolve_gate = lambda *args: True
+    frames, ran = denoised(model)
+    assert ran == 2 * STEPS and all(torch.equal(one, other) for one, other in zip(frames, expected, strict=True))
+
+
+def test_a_rank_that_would_compute_has_all_compute(on_ranks: Run) -> None:
+    on_ranks(2, outvoted)
+
+
+def cached_and_compiled(rank: int, kind: str) -> None:
+    torch._dynamo.reset()
+    alone, model = wan(layers=3), wan(layers=3)
+    parallelize(model, ulysses_degree=2)
+    for one in (alone, model):
+        one.enable_cache(KINDS[kind]())
+    model.compile(backend="aot_eager")
+    for one, other in zip(denoised(model)[0], denoised(alone)[0], strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["first block, 0.08", "sea"])
+def test_a_cache_of_a_compiled_model(on_ranks: Run, kind: str) -> None:
+    on_ranks(2, cached_and_compiled, kind)
 
 
 def different(rank: int) -> str:

@@ -88,6 +88,20 @@ def test_a_self_attention_that_makes_no_exchange_compiled(on_ranks: Run) -> None
     on_ranks(2, left_out, "everywhere", (0, 1), "compiled")
 
 
+def forward_alone(rank: int) -> None:
+    """It leaves out the hooks that would have seen what is wrong."""
+    model, given = wan(), inputs(GRIDS["15 tokens"])
+    expected = model(**given)[0]
+    parallelize(model, ulysses_degree=2)
+    with pytest.raises(UnsupportedError, match="required to be called, not its forward"):
+        model.forward(**given)
+    assert torch.equal(model(**given)[0], expected)
+
+
+def test_forward_without_the_hooks(on_ranks: Run) -> None:
+    on_ranks(2, forward_alone)
+
+
 def cross_attention(rank: int) -> None:
     """Of a cross-attention, which is local, the processor and its backend are the user's."""
     model, given = wan(), inputs(GRIDS["15 tokens"])

@@ -8,6 +8,7 @@ The hooks are objects, not closures: what pickles a module then comes to the att
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from diffusers.models._modeling_parallel import ContextParallelInput, ContextParallelOutput
 from torch import Tensor, nn
 
-from ithaca.errors import InvalidInputError, UnsupportedError
+from ithaca.errors import InvalidInputError, IthacaError, UnsupportedError
 from ithaca.sharding import cut, gather
 from ithaca.strategies.ulysses import UlyssesAttention
 
@@ -103,10 +104,18 @@ class GatherOutput:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, module: nn.Module, args: Any, result: Tensor) -> Tensor:
         exchange, splits = self.attention.exchange, self.attention.tokens
-        mine = None if splits is None else splits.sizes[exchange.rank]
-        if mine is not None and result.shape[self.how.gather_dim] != mine:
+        if splits is None:
+            alone = UnsupportedError(
+                f"rank {exchange.rank}: a parallelized model was required to be called, not its forward, which leaves "
+                f"out the hooks that keep the ranks together"
+            )
+            with contextlib.suppress(IthacaError):  # peers that are gone need not be told
+                self.attention.refuse(alone)
+            raise alone
+        mine = splits.sizes[exchange.rank]
+        if result.shape[self.how.gather_dim] != mine:
             raise InvalidInputError(
                 f"rank {exchange.rank}: the result of {self.name} was required to have {mine} tokens, as the splits "
-                f"{splits.sizes} say; received {list(result.shape)}"  # type: ignore[union-attr]
+                f"{splits.sizes} say; received {list(result.shape)}"
             )
         return gather(result, self.how.gather_dim, exchange)
