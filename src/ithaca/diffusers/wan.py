@@ -7,6 +7,7 @@ all: diffusers' own processor runs there unchanged and not one byte moves.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -15,6 +16,7 @@ from diffusers import WanTransformer3DModel
 from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 from torch import Tensor, nn
 
+from ithaca.diffusers import setting
 from ithaca.errors import UnsupportedError
 from ithaca.strategies.options import Compress
 from ithaca.strategies.ulysses import UlyssesAttention
@@ -25,6 +27,15 @@ class UlyssesWanProcessor:
 
     def __init__(self, attention: UlyssesAttention, asynchronous: bool, compress: Compress) -> None:
         self.attention, self.asynchronous, self.compress = attention, asynchronous, compress
+
+    @property
+    def _attention_backend(self) -> object:
+        """What diffusers' ``set_attention_backend`` sets."""
+        return None
+
+    @_attention_backend.setter
+    def _attention_backend(self, backend: object) -> None:
+        setting.check("the attention backend of a parallelized model", backend, self.attention)
 
     def __call__(
         self,
@@ -98,15 +109,25 @@ def tokens(model: WanTransformer3DModel, hidden_states: Tensor, *args: object, *
     return math.prod(size // patch for size, patch in sizes)
 
 
+def blocks(model: WanTransformer3DModel) -> Iterable[nn.Module]:
+    """What a cache may skip."""
+    return model.blocks.children()  # type: ignore[no-any-return]
+
+
+def self_attentions(model: WanTransformer3DModel) -> Iterator[tuple[str, Any]]:
+    """The attentions that go across the ranks, as they are now, by name."""
+    for name, block in model.blocks.named_children():
+        yield f"blocks.{name}.attn1", getattr(block, "attn1", None)
+
+
 def install(
     model: WanTransformer3DModel, attention: UlyssesAttention, asynchronous: bool, compress: Compress = None
 ) -> None:
     """Give every self-attention of ``model`` its processor."""
-    for name, block in model.blocks.named_children():
-        if type(block.attn1.processor) is not WanAttnProcessor:
+    for name, attn in self_attentions(model):
+        if type(attn.processor) is not WanAttnProcessor:
             raise UnsupportedError(
-                f"blocks.{name}.attn1 was required to have diffusers' own WanAttnProcessor; "
-                f"it has {type(block.attn1.processor).__name__}"
+                f"{name} was required to have diffusers' own WanAttnProcessor; it has {type(attn.processor).__name__}"
             )
-    for block in model.blocks:
-        block.attn1.set_processor(UlyssesWanProcessor(attention, asynchronous, compress))
+    for _, attn in self_attentions(model):
+        attn.set_processor(UlyssesWanProcessor(attention, asynchronous, compress))

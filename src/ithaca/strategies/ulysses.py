@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import Unpack
 
 from ithaca.backends.interface import AttentionBackend
@@ -28,6 +29,7 @@ from ithaca.heads import MASK
 from ithaca.plan import GATE
 from ithaca.strategies import compiled
 from ithaca.strategies.call import AttentionCall, Compute
+from ithaca.strategies.mesh import process_group
 from ithaca.strategies.options import CallOptions
 from ithaca.strategies.request import Request
 
@@ -38,13 +40,13 @@ class UlyssesAttention:
     ``group`` is the default group if None; without torch.distributed, or in a group of one, a call is a plain call of
     the backend. ``exchange`` is "auto", "slots" or "collective" (see `exchange_for`), or an exchange already made. The
     exchange is set up on the first call, collectively. ``sanitize`` turns on the expensive checks of the ownership
-    contract (None: as ``ITHACA_SANITIZE=1`` says).
+    contract (None: as ``ITHACA_SANITIZE=1`` says). A mesh of one dimension will do for a ``group``.
     """
 
     def __init__(
         self,
         backend: AttentionBackend,
-        group: dist.ProcessGroup | None = None,
+        group: dist.ProcessGroup | DeviceMesh | None = None,
         exchange: str | Exchange = "auto",
         sanitize: bool | None = None,
     ) -> None:
@@ -54,7 +56,7 @@ class UlyssesAttention:
             raise InvalidInputError(
                 f"an AttentionBackend was required, for its promises are its own; received {type(backend).__name__}"
             )
-        self.backend, self.group = backend, group
+        self.backend, self.group = backend, process_group(group)
         self._exchange = exchange
         self._sanitize = sanitize
         self._tag = compiled.tag_of(self)
