@@ -21,7 +21,7 @@ from tiny_wan import GRIDS, inputs, wan
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from ithaca import InvalidInputError, PeerRefusedError, SdpaBackend, UlyssesAttention, parallelize
+from ithaca import InvalidInputError, PeerRefusedError, SdpaBackend, UlyssesAttention, exchange_for, parallelize
 
 pytestmark = pytest.mark.full
 
@@ -226,12 +226,14 @@ def in_a_mesh(rank: int) -> None:
         assert torch.equal(spread(**given)[0], expected)
         attn = UlyssesAttention(SdpaBackend(), mesh)
         assert attn.ulysses_degree == 2 and attn.exchange.world_size == 2
+        assert exchange_for(mesh) is attn.exchange
     assert UlyssesAttention(SdpaBackend(), two["replicas"]).ulysses_degree == 1
     required = r"mesh of one dimension, such as mesh\[NAME\]; received one of 2, \('replicas', 'ulysses'\)"
     with pytest.raises(InvalidInputError, match=required):
         UlyssesAttention(SdpaBackend(), two)
-    with pytest.raises(InvalidInputError, match=required):
-        parallelize(model, ulysses_degree=2, group=two)
+    for use in (lambda: parallelize(model, ulysses_degree=2, group=two), lambda: exchange_for(two)):
+        with pytest.raises(InvalidInputError, match=required):
+            use()
 
 
 def test_a_mesh_for_a_group(on_ranks: Run) -> None:

@@ -18,12 +18,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from ithaca.errors import ExchangeUnavailableError, InvalidInputError, IthacaError, PlanMismatchError, UnsupportedError
 from ithaca.exchange.collective import CollectiveExchange
 from ithaca.exchange.copy_stream import COPY_MODES
 from ithaca.exchange.interface import Exchange
 from ithaca.exchange.meeting import Meeting
+from ithaca.exchange.mesh import process_group
 from ithaca.exchange.peer_memory.host import HostPeerMemory
 from ithaca.exchange.peer_memory.probe import NEEDS, lacking
 from ithaca.exchange.slots import SlotExchange
@@ -113,13 +115,14 @@ _groups: weakref.WeakKeyDictionary[dist.ProcessGroup, _GroupState] = weakref.Wea
 
 
 def exchange_for(
-    group: dist.ProcessGroup | None = None,
+    group: dist.ProcessGroup | DeviceMesh | None = None,
     want: str = "auto",
     *,
     copy: str = "auto",
     device: torch.device = torch.device("cpu"),  # noqa: B008
 ) -> Exchange:
-    """The exchange of ``group`` (the default group if None). Collective the first time, then a look-up.
+    """The exchange of ``group``: the default group if None; a mesh of one dimension will do. Collective the first time,
+    then a look-up.
 
     ``want``: "auto" takes slots where all ranks are on one Linux host with CPU tensors, else the collective; "slots"
     and "collective" force one. ``copy`` says where slots' copies run: "thread", "inline", or "auto", a thread where
@@ -130,7 +133,7 @@ def exchange_for(
             f"the exchange was required to be one of {EXCHANGES} and its copies one of {COPY_MODES}; "
             f"received {want!r} and {copy!r}"
         )
-    pg = group if group is not None else dist.group.WORLD
+    pg = process_group(group) or dist.group.WORLD
     if pg is None or dist.get_rank(pg) < 0:
         raise InvalidInputError("an exchange was required to be of a process group that this process is in")
     state = _groups.setdefault(pg, _GroupState())

@@ -24,12 +24,12 @@ from ithaca.backends.interface import AttentionBackend
 from ithaca.errors import InvalidInputError, UnsupportedError
 from ithaca.exchange.choice import EXCHANGES, exchange_for
 from ithaca.exchange.interface import Exchange
+from ithaca.exchange.mesh import process_group
 from ithaca.geometry import Splits
 from ithaca.heads import MASK
 from ithaca.plan import GATE
 from ithaca.strategies import compiled
 from ithaca.strategies.call import AttentionCall, Compute
-from ithaca.strategies.mesh import process_group
 from ithaca.strategies.options import CallOptions
 from ithaca.strategies.request import Request
 
