@@ -182,7 +182,7 @@ def left_in_the_middle() -> InvalidInputError:
 
 def leave(tag: Tensor, error: BaseException) -> bool:
     """End a call that was left open, telling the other ranks ``error``; whether there was one."""
-    call = _open.pop(int(tag), None)
+    call = _open.pop(int(tag), None) if _open else None
     if call is not None:
         call.__exit__(type(error), error, error.__traceback__)
     return call is not None
