@@ -128,7 +128,9 @@ class UlyssesAttention:
         """
         request, given = _read(None, q, k, v, gates, options)
         if torch.compiler.is_compiling():
-            return compiled.traced(self._tag, compiled.valid(request), given)
+            if isinstance(request, InvalidInputError):
+                return compiled.traced_refusal(self._tag, request, q)
+            return compiled.traced(self._tag, request, given)
         with self._entered(request, given) as call:
             call.send({role: given[role] for role in call.order})
             return call.attached(call.finish())
@@ -155,7 +157,9 @@ class UlyssesAttention:
         """
         request, given = _read(issue_order, compute_q, compute_k, compute_v, gates, options)
         if torch.compiler.is_compiling():
-            return compiled.traced_async(self._tag, compiled.valid(request), given, project_out)
+            if isinstance(request, InvalidInputError):
+                return compiled.traced_refusal(self._tag, request, compute_q())
+            return compiled.traced_async(self._tag, request, given, project_out)
         with self._entered(request, given) as call:
             for role in call.order:
                 call.send({role: given[role]})
