@@ -16,7 +16,7 @@ import torch._dynamo
 from conftest import Run
 from diffusers import WanTransformer3DModel
 from diffusers.models.transformers.transformer_wan import WanAttnProcessor
-from test_autograd import close, summed
+from gradients import close, summed
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from ithaca import (

@@ -62,6 +62,8 @@ class AttentionCall:
         self._grads: list[str] = []
         #: The backward of this call, where anything requires a gradient; known once it is finished.
         self.backward: LocalBackward | None = None
+        #: Whether the result is there: what is raised from then on is no fault of the call.
+        self._finished = False
         #: The same call, as the exchange has it.
         self._call: Call | None = None
         if exchange is not None:
@@ -86,7 +88,7 @@ class AttentionCall:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         """End the call. What is no error of this library becomes one, from what it was."""
         self._tensors.clear()
-        said = None if error is None else in_words(error, self._here)
+        said = error if error is None or self._finished else in_words(error, self._here)
         if self._call is not None:
             with unset_fake_temporarily():  # the exchange may have headers to send
                 self._call.__exit__(None if said is None else type(said), said, tb)
@@ -185,6 +187,7 @@ class AttentionCall:
 
     def attached(self, result: Tensor) -> Tensor:
         """The result of `finish`, with a gradient towards the lanes that require one."""
+        self._finished = True  # a checkpoint's hook ends its recomputation here, by an exception of its own
         return result if self.backward is None else attach(self.backward, result, self._tensors)
 
     def finish(self, project_out: Callable[[Tensor], Tensor] | None = None) -> Tensor:
@@ -320,15 +323,6 @@ class AttentionCall:
     def _bring_home(self, out: Tensor, unowned: bool, project_out: Callable[[Tensor], Tensor] | None) -> Tensor:
         if project_out is None:
             return out.clone() if unowned else out
-        result = self.projected(project_out, out)
-        if memory_of(result) == memory_of(out) is not None:
-            raise ClosureError(
-                f"{self._here}project_out was required to return memory of its own; received a view of its argument"
-            )
-        return result
-
-    def projected(self, project_out: Callable[[Tensor], Tensor], out: Tensor) -> Tensor:
-        """What ``project_out`` makes of the heads."""
         try:
             result = project_out(out)
         except IthacaError:
@@ -338,6 +332,10 @@ class AttentionCall:
         if not is_tensor(result):
             raise ClosureError(
                 f"{self._here}project_out was required to return a tensor; received {type(result).__name__}"
+            )
+        if memory_of(result) == memory_of(out) is not None:
+            raise ClosureError(
+                f"{self._here}project_out was required to return memory of its own; received a view of its argument"
             )
         return result
 

@@ -20,6 +20,7 @@ _LISTS = ("head_splits", "seq_splits", "kv_seq_splits")
 _FLAGS = ("kv_replicated", "mask_sharded", "causal", "text_first")
 #: Longer lists than this are told by their sum and a checksum.
 _LONGEST = 24
+_BOUND = f" (none may be above {LARGEST_DIM})"
 
 
 #: Which lanes are sent as bytes, and how.
@@ -105,15 +106,13 @@ class Options:
         for name in _LISTS:
             sizes = getattr(self, name)
             if sizes is not None and not (isinstance(sizes, tuple) and sizes and all(map(_is_size, sizes))):
-                raise InvalidInputError(
-                    f"{name} was required to be one number of 0 to {LARGEST_DIM} a rank; received {sizes!r}"
-                )
+                raise InvalidInputError(f"{name} was required to be one number >= 0 a rank; received {sizes!r}{_BOUND}")
         for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):
                 raise InvalidInputError(f"{name} was required to be True or False; received {getattr(self, name)!r}")
         if not _is_size(self.text_tokens):
             raise InvalidInputError(
-                f"text_tokens was required to be a number of 0 to {LARGEST_DIM}; received {self.text_tokens!r}"
+                f"text_tokens was required to be a number >= 0; received {self.text_tokens!r}{_BOUND}"
             )
         if self.kv_replicated and self.kv_seq_splits is not None:
             raise InvalidInputError("kv_seq_splits were received for keys that every rank was said to hold whole")

@@ -153,7 +153,8 @@ class UlyssesAttention:
         order changes no result. ``("q", "k", "v")``, with K and V of another length, is cross-attention.
         ``project_out`` is given the returned heads ``[B, S_local, H, D]`` while they still lie in the slot, and its
         result, which must not share memory with them, is returned: that saves the copy that the caller would get
-        otherwise. In grad mode, where autograd may keep what it is given, it is given that copy.
+        otherwise. In grad mode, where autograd may keep what it is given, it is given that copy, and runs after the
+        call: what it raises then is raised as it is.
         """
         request, given = _read(issue_order, compute_q, compute_k, compute_v, gates, options)
         if torch.compiler.is_compiling():
@@ -166,7 +167,8 @@ class UlyssesAttention:
             if not torch.is_grad_enabled():
                 return call.finish(project_out)
             out = call.attached(call.finish())
-        return out if project_out is None else call.projected(project_out, out)  # autograd may keep what it is given
+        # Autograd may keep what it is given, and end a checkpoint's recomputation in here by an exception of its own.
+        return out if project_out is None else project_out(out)
 
     def refuse(self, error: Exception) -> None:
         """Tell the peers that this rank left the calls that they are in or will enter next, and why."""
