@@ -11,7 +11,8 @@ import pytest
 import torch
 from cases import GatedBackend, mine, qkv
 from conftest import Run
-from test_autograd import EXCHANGES, SIZES, Block, close, seeded, summed
+from gradients import close, seeded, summed
+from test_autograd import EXCHANGES, SIZES, Block
 from test_compile import hold_copies_back
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint

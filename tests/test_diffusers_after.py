@@ -15,8 +15,8 @@ import torch.distributed as dist
 from conftest import Run
 from diffusers import WanTransformer3DModel
 from diffusers.hooks import HookRegistry, ModelHook
+from gradients import close, summed
 from safetensors.torch import load_file
-from test_autograd import close, summed
 from tiny_wan import GRIDS, inputs, wan
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh

@@ -15,7 +15,7 @@ import torch
 import torch._dynamo
 from conftest import Run
 from diffusers.models.transformers.transformer_wan import WanAttnProcessor
-from test_autograd import close, summed
+from gradients import close, summed
 from tiny_wan import BATCH, GRIDS, HEAD_DIM, HEADS, LAYERS, inputs, wan
 from torch._dynamo.testing import CompileCounterWithBackend
 

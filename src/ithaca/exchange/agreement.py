@@ -20,9 +20,11 @@ from ithaca.geometry import Layout, Span, Splits, Text
 from ithaca.plan import Lane
 from ithaca.version import __version__
 
-HEADER_NBYTES = 1024
-MAX_LANES = 8
+HEADER_NBYTES = 1280
+#: Q, K, V, five gates and a mask.
+MAX_LANES = 9
 ROLE_NBYTES = 16
+ORDER_NBYTES = MAX_LANES * (ROLE_NBYTES + 1)
 TERMS_NBYTES = 224
 
 #: What an exchange can carry; the place in this table is what travels.
@@ -41,10 +43,16 @@ DTYPES = (
 )
 
 _MAGIC = b"ITHC"
-_FIXED = struct.Struct("<4s16sqqBB16s64s224s")  # magic, version, call, step, lanes, gathered, digest, order, terms
-_CLAIM = struct.Struct("<16sBBBB4q")  # role, dtype, layout, what it stands for (one up, zero for itself), grad, shape
+_FIXED = struct.Struct(
+    f"<4s16sqqBB16s{ORDER_NBYTES}s{TERMS_NBYTES}s"
+)  # magic, version, call, step, lanes, gathered, digest, order, terms
+_CLAIM = struct.Struct(
+    f"<{ROLE_NBYTES}sBBBB4q"
+)  # role, dtype, layout, what it stands for (one up, zero for itself), grad, shape
 _REFUSAL_NBYTES = HEADER_NBYTES - _FIXED.size - MAX_LANES * _CLAIM.size
 LARGEST_DIM = 2**40
+#: Of one tensor: what an address can tell apart.
+LARGEST_NBYTES = 2**47
 
 
 @dataclass(frozen=True)
@@ -116,7 +124,7 @@ class Header:
             len(self.claims),
             self.gathered,
             self.digest,
-            _clip(",".join(self.order), 64),
+            _clip(",".join(self.order), ORDER_NBYTES),
             _clip(self.terms, TERMS_NBYTES),
         )
         claims = b"".join(
@@ -217,12 +225,12 @@ def _lanes(claims: tuple[tuple[Claim, ...], ...], wanted: tuple[tuple[Span, ...]
 def clipped(terms: str) -> str:
     """``terms`` as a header carries them: a rank's own must read like those of its peers.
 
-    Where they are too long, a digest of all of them takes the place of the rest.
+    Where they are too long, or would not arrive as they are, a digest of all of them takes the place of the rest.
     """
-    if len(_clip(terms, len(terms) * 8)) <= TERMS_NBYTES:
+    if _text(_clip(terms, TERMS_NBYTES)) == terms:
         return terms
     end = f"... {hashlib.blake2b(terms.encode(errors='backslashreplace'), digest_size=8).hexdigest()}"
-    return _text(_clip(terms, TERMS_NBYTES - len(end))) + end
+    return _text(_clip(terms, TERMS_NBYTES - len(end) - 2)) + end  # half a character is replaced by two bytes more
 
 
 def _clip(text: str, nbytes: int) -> bytes:

@@ -37,9 +37,10 @@ from ithaca.errors import (
     RetainedInputError,
     UnsupportedError,
 )
-from ithaca.exchange.agreement import DTYPES, LARGEST_DIM, Claim, Header, clipped
+from ithaca.exchange.agreement import DTYPES, LARGEST_DIM, LARGEST_NBYTES, Claim, Header, clipped
 from ithaca.exchange.counters import Counters
 from ithaca.exchange.lease import Lease
+from ithaca.exchange.plain import plain
 from ithaca.exchange.plan_builder import PlanBuilder
 from ithaca.exchange.refusal import Refusal, known
 from ithaca.exchange.sanitizer import watch_sources
@@ -134,15 +135,21 @@ class Exchange(ABC):
 
     def check(self, role: str, tensor: Tensor) -> None:
         """Raise unless this exchange can carry ``tensor`` as a lane."""
+        plain(tensor, f"rank {self.rank}: lane {role}")
         if tensor.dim() != 4 or max(tensor.shape) > LARGEST_DIM:
             raise InvalidInputError(
                 f"rank {self.rank}: lane {role} was required to be [B, S_local, H, D], none above {LARGEST_DIM}; "
                 f"received {list(tensor.shape)}"
             )
-        if tensor.layout is not torch.strided or tensor.dtype not in DTYPES:
+        if tensor.dtype not in DTYPES:
             raise UnsupportedError(
-                f"rank {self.rank}: lane {role} was required to be a dense tensor of one of "
-                f"{', '.join(str(d).removeprefix('torch.') for d in DTYPES)}; received {tensor.layout} {tensor.dtype}"
+                f"rank {self.rank}: lane {role} was required to be of one of "
+                f"{', '.join(str(d).removeprefix('torch.') for d in DTYPES)}; received {tensor.dtype}"
+            )
+        if tensor.nbytes > LARGEST_NBYTES:
+            raise InvalidInputError(
+                f"rank {self.rank}: lane {role} was required to have at most {LARGEST_NBYTES} bytes; "
+                f"received {list(tensor.shape)} {tensor.dtype}"
             )
 
     def refuse(self, reason: str) -> None:

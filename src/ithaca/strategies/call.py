@@ -10,11 +10,14 @@ from types import TracebackType
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from ithaca.backends.interface import AttentionBackend, borrows
+from ithaca.backends.interface import AttentionBackend, Capabilities, borrows
 from ithaca.errors import ClosureError, InvalidInputError, IthacaError, UnsupportedError
 from ithaca.exchange.interface import Call, Exchange
 from ithaca.exchange.lease import Lease
+from ithaca.exchange.plain import is_tensor, memory_of, plain, pretence
+from ithaca.exchange.refusal import in_words, told
 from ithaca.exchange.sanitizer import sanitized
 from ithaca.geometry import Layout, Span, Splits
 from ithaca.heads import KEYS, MASK, Heads
@@ -49,15 +52,18 @@ class AttentionCall:
         self._backend, self._exchange, self._sanitize = backend, exchange, sanitize
         rank, ranks = (0, 1) if exchange is None else (exchange.rank, exchange.world_size)
         self._here = "" if exchange is None else f"rank {rank}: "
-        self._request, self._layout, splits, self._fault = _examined(request, backend, ranks, self._here)
+        self._request, capabilities, splits, self._fault = _examined(request, backend, ranks, self._here)
+        self._layout = capabilities.layout
         self._formats = self._request.options.formats
-        self._checks = LaneChecks(backend, self._request, tokens, rank, ranks, self._here)
+        self._checks = LaneChecks(type(backend).__name__, capabilities, self._request, tokens, rank, ranks, self._here)
         #: What was given or computed, by role.
         self._tensors: dict[str, Tensor] = {}
         #: Roles that require a gradient.
         self._grads: list[str] = []
         #: The backward of this call, where anything requires a gradient; known once it is finished.
         self.backward: LocalBackward | None = None
+        #: Whether the result is there: what is raised from then on is no fault of the call.
+        self._finished = False
         #: The same call, as the exchange has it.
         self._call: Call | None = None
         if exchange is not None:
@@ -80,9 +86,14 @@ class AttentionCall:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        """End the call. What is no error of this library becomes one, from what it was."""
         self._tensors.clear()
+        said = error if error is None or self._finished else in_words(error, self._here)
         if self._call is not None:
-            self._call.__exit__(kind, error, tb)
+            with unset_fake_temporarily():  # the exchange may have headers to send
+                self._call.__exit__(None if said is None else type(said), said, tb)
+        if said is not error and isinstance(said, Exception):
+            raise said from error
 
     @property
     def order(self) -> tuple[str, ...]:
@@ -113,7 +124,13 @@ class AttentionCall:
                         whole_keys=self._request.options.kv_replicated,
                     )
                 continue
-            tensor = autocast(role, self._computed(role, what))
+            tensor = self._computed(role, what)
+            if self._exchange is not None:
+                tensor = plain(tensor, self._here + role)
+            self._checks.dims(role, tensor)
+            if self._exchange is not None:
+                self._exchange.check(role, tensor)
+            tensor = autocast(role, tensor)
             self._checks.check(role, tensor, self._tensors)
             self._tensors[role] = tensor
             if self._requires_grad(role, tensor, grads):
@@ -122,8 +139,7 @@ class AttentionCall:
                 self._call.builder.packed.append((OUT, torch.uint8, tensor.shape[3] + compression.SCALE_NBYTES))
             if role in self._request.moving:
                 lanes[role] = self._packed(role, tensor)
-            elif self._call is not None and self._exchange is not None:
-                self._exchange.check(role, tensor)
+            elif self._call is not None:
                 self._call.builder.add_whole(role, tensor)
         if self._call is not None and lanes:
             self._call.push(**lanes)
@@ -151,7 +167,7 @@ class AttentionCall:
         return compression.pack(tensor, format)
 
     def _computed(self, role: str, given: Tensor | Compute) -> Tensor:
-        if isinstance(given, Tensor):
+        if is_tensor(given):
             return given
         if not callable(given):
             raise InvalidInputError(f"{self._here}{role} was required to be a tensor; received {type(given).__name__}")
@@ -160,8 +176,8 @@ class AttentionCall:
         except IthacaError:
             raise
         except Exception as error:
-            raise ClosureError(f"{self._here}compute_{role} raised {type(error).__name__}: {error}") from error
-        if not isinstance(tensor, Tensor):
+            raise ClosureError(f"{self._here}compute_{role} raised {told(error)}") from error
+        if not is_tensor(tensor):
             raise ClosureError(
                 f"{self._here}compute_{role} was required to return a tensor; received {type(tensor).__name__}"
             )
@@ -171,6 +187,7 @@ class AttentionCall:
 
     def attached(self, result: Tensor) -> Tensor:
         """The result of `finish`, with a gradient towards the lanes that require one."""
+        self._finished = True  # a checkpoint's hook ends its recomputation here, by an exception of its own
         return result if self.backward is None else attach(self.backward, result, self._tensors)
 
     def finish(self, project_out: Callable[[Tensor], Tensor] | None = None) -> Tensor:
@@ -182,7 +199,10 @@ class AttentionCall:
         if format is None:
             call.push_out(self._attend(call), self._layout)
         else:
-            call.push_out(compression.pack(as_nhd(self._attend(call), self._layout), format), Layout.NHD)
+            heads = as_nhd(self._attend(call), self._layout)
+            assert self._exchange is not None
+            self._exchange.check(OUT, heads)
+            call.push_out(compression.pack(heads, format), Layout.NHD)
         roles = (OUT,) if not text.tokens else (TEXT_OUT, OUT) if text.first else (OUT, TEXT_OUT)
         with call.wait_out() as home:
             home.reader = "project_out"
@@ -266,7 +286,14 @@ class AttentionCall:
             Heads(1, Splits(tuple(splits))).seen(heads, kv_heads)
         mask = self._mask(None, q_len, kv_len, Span(0, heads))
         work = Work(
-            self._request, mask, q_len, kv_len, Span(0, heads), Span(0, kv_heads), heads // max(kv_heads, 1) or 1
+            self._request,
+            mask,
+            q_len,
+            kv_len,
+            Span(0, heads),
+            Span(0, kv_heads),
+            heads // max(kv_heads, 1) or 1,
+            shared=False,
         )
         inputs = {role: as_nhd(tensor, self._layout) for role, tensor in self._tensors.items()}
         if self._grads:
@@ -298,13 +325,15 @@ class AttentionCall:
             return out.clone() if unowned else out
         try:
             result = project_out(out)
+        except IthacaError:
+            raise
         except Exception as error:
-            raise ClosureError(f"{self._here}project_out raised {type(error).__name__}: {error}") from error
-        if not isinstance(result, Tensor):
+            raise ClosureError(f"{self._here}project_out raised {told(error)}") from error
+        if not is_tensor(result):
             raise ClosureError(
                 f"{self._here}project_out was required to return a tensor; received {type(result).__name__}"
             )
-        if out.numel() and result.untyped_storage().data_ptr() == out.untyped_storage().data_ptr():
+        if memory_of(result) == memory_of(out) is not None:
             raise ClosureError(
                 f"{self._here}project_out was required to return memory of its own; received a view of its argument"
             )
@@ -327,18 +356,29 @@ class AttentionCall:
 
 def _examined(
     request: Request | InvalidInputError, backend: AttentionBackend, ranks: int, here: str
-) -> tuple[Request, Layout, Splits | None, Exception | None]:
-    """The request, the backend's layout, stated heads of each rank; and what is wrong, to be raised inside the call."""
-    nothing = Request(()), Layout.NHD, None
+) -> tuple[Request, Capabilities, Splits | None, Exception | None]:
+    """The request, what the backend can, stated heads of each rank; and what is wrong, to be raised inside the call."""
+    nothing = Request(()), Capabilities(Layout.NHD, frozenset({torch.float32})), None
     if isinstance(request, InvalidInputError):
         return *nothing, InvalidInputError(f"{here}{request}")
+    if ranks > 1 and (where := pretence()):
+        return *nothing, UnsupportedError(f"{here}a call was required to be outside of {where}")
+    name = type(backend).__name__
     try:
-        layout = backend.capabilities.layout
-    except Exception as error:  # the caller's code
+        capabilities = backend.capabilities
+    except IthacaError as error:
         return *nothing, error
+    except Exception as error:  # the caller's code
+        return *nothing, ClosureError(f"{here}the capabilities of {name} raised {told(error)}")
+    if not isinstance(capabilities, Capabilities) or not isinstance(capabilities.layout, Layout):
+        return *nothing, ClosureError(f"{here}{name} was required to have `Capabilities`; received {capabilities!r}")
     stated = request.options.head_splits
     try:
+        if request.mask is not None and ranks > 1:
+            request = replace(request, mask=plain(request.mask, f"{here}mask"))
         splits = None if stated is None else Heads(ranks, Splits(tuple(stated))).splits
+    except UnsupportedError as error:
+        return *nothing, error
     except InvalidInputError as error:
-        return request, layout, None, InvalidInputError(f"{here}{error}")
-    return request, layout, splits, None
+        return request, capabilities, None, InvalidInputError(f"{here}{error}")
+    return request, capabilities, splits, None

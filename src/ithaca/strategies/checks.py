@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ithaca.backends.interface import AttentionBackend
+from ithaca.backends.interface import Capabilities
 from ithaca.errors import InvalidInputError, UnsupportedError
 from ithaca.geometry import Splits
 from ithaca.heads import KEYS
@@ -17,24 +17,28 @@ from ithaca.strategies.request import Request
 
 @dataclass(frozen=True)
 class LaneChecks:
-    """Of one call on one rank. ``here`` begins the message of an error. ``tokens``: those of Q on each rank, where the
-    model knows and the caller does not say.
+    """Of one call on one rank. ``name`` is the backend's; ``here`` begins the message of an error. ``tokens``: those of
+    Q on each rank, where the model knows and the caller does not say.
     """
 
-    backend: AttentionBackend
+    name: str
+    capabilities: Capabilities
     request: Request
     tokens: Splits | None
     rank: int
     ranks: int
     here: str
 
-    def check(self, role: str, tensor: Tensor, earlier: Mapping[str, Tensor]) -> None:
-        """Raise unless ``tensor`` goes with the backend, the request, and the lanes that came ``earlier``."""
-        capabilities, name = self.backend.capabilities, type(self.backend).__name__
+    def dims(self, role: str, tensor: Tensor) -> None:
+        """Raise unless ``tensor`` has four."""
         if tensor.dim() != 4:
             raise InvalidInputError(
                 f"{self.here}{role} was required to be [B, S_local, H, D]; received {list(tensor.shape)}"
             )
+
+    def check(self, role: str, tensor: Tensor, earlier: Mapping[str, Tensor]) -> None:
+        """Raise unless ``tensor`` goes with the backend, the request, and the lanes that came ``earlier``."""
+        capabilities, name = self.capabilities, self.name
         if tensor.dtype not in capabilities.dtypes:
             raise UnsupportedError(
                 f"{self.here}{name} was required to attend in {tensor.dtype}; it can in "
@@ -43,8 +47,13 @@ class LaneChecks:
         for other, theirs in earlier.items():
             self._match(role, tensor, other, theirs)
         self._count(role, tensor)
-        if self.request.mask is not None and not capabilities.masks:
+        mask = self.request.mask
+        if mask is not None and not capabilities.masks:
             raise UnsupportedError(f"{self.here}{name} takes no mask, and none is ever dropped")
+        if mask is not None and mask.device != tensor.device:
+            raise InvalidInputError(
+                f"{self.here}mask was required to be on {tensor.device}, as {role} is; received one on {mask.device}"
+            )
         if self.request.options.causal and not capabilities.causal:
             raise UnsupportedError(f"{self.here}{name} was required to attend causally, and cannot")
         if role.startswith(GATE) and role.removeprefix(GATE) not in capabilities.gates:
@@ -59,7 +68,7 @@ class LaneChecks:
         if len({role, other} & {*KEYS}) == 1:
             required[1] = tensor.shape[1]
             keys, queries = (tensor, earlier) if role in KEYS else (earlier, tensor)
-            if self.backend.capabilities.gqa and keys.shape[2] and queries.shape[2] % keys.shape[2] == 0:
+            if self.capabilities.gqa and keys.shape[2] and queries.shape[2] % keys.shape[2] == 0:
                 required[2] = tensor.shape[2]
         if {role, other} != {"q", "k"}:
             required[3] = tensor.shape[3]

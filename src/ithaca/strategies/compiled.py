@@ -166,6 +166,14 @@ def _attend(
         return call.finish().contiguous(), call.backward
 
 
+def refuse(clock: Tensor, q: Tensor, tag: Tensor, reason: str) -> Tensor:
+    """Enter a call only to raise what is wrong with it, on this rank and the others."""
+    number = _ticked(clock, tag)
+    leave(tag, left_in_the_middle())
+    with _owner(number).new_call(InvalidInputError(reason), q.device):
+        raise AssertionError("a call that was refused was entered")
+
+
 def backward(clock: Tensor, into: list[Tensor], grad_out: Tensor, handle: Tensor, tag: Tensor, grads: str) -> None:
     """Fill ``into`` with the gradients of the roles ``grads``: a mutating operator may not return a list."""
     _ticked(clock, tag)
@@ -182,7 +190,7 @@ def left_in_the_middle() -> InvalidInputError:
 
 def leave(tag: Tensor, error: BaseException) -> bool:
     """End a call that was left open, telling the other ranks ``error``; whether there was one."""
-    call = _open.pop(int(tag), None)
+    call = _open.pop(int(tag), None) if _open else None
     if call is not None:
         call.__exit__(type(error), error, error.__traceback__)
     return call is not None
@@ -233,6 +241,8 @@ ATTEND_FOR_BACKWARD = torch.library.custom_op("ithaca::attend_for_backward", att
 BACKWARD = torch.library.custom_op("ithaca::backward", backward, mutates_args=("clock", "into"))
 FINISH = torch.library.custom_op("ithaca::finish", finish, mutates_args=CLOCK_AND_SOURCES)
 ATTEND = torch.library.custom_op("ithaca::attend", attend, mutates_args=CLOCK)
+REFUSE = torch.library.custom_op("ithaca::refuse", refuse, mutates_args=CLOCK)
+REFUSE.register_fake(lambda clock, q, tag, reason: torch.empty_like(q))
 BEGIN.register_fake(_nothing)
 PUSH.register_fake(_nothing)
 BACKWARD.register_fake(_nothing)
@@ -324,11 +334,10 @@ class _ForBackward(torch.autograd.Function):
         return (*(None,) * 7, *found)
 
 
-def valid(request: Request | InvalidInputError) -> Request:
-    """The request, if it is one."""
-    if isinstance(request, InvalidInputError):
-        raise request
-    return request
+def traced_refusal(tag: Tensor, error: InvalidInputError, q: Tensor) -> Tensor:
+    """A call whose request is wrong, for the tracer: raising here would tell no other rank."""
+    out: Tensor = REFUSE(THE_CLOCK, q, tag, str(error))
+    return out
 
 
 def _distinct(*given: Any) -> tuple[Any, ...]:

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from ithaca.backends.interface import AttentionBackend
 from ithaca.errors import ClosureError, IthacaError
+from ithaca.exchange.plain import is_tensor, plain
+from ithaca.exchange.refusal import told
 from ithaca.geometry import Layout, Span
 from ithaca.heads import KEYS, Segment, segments
 from ithaca.plan import GATE, ROLES
@@ -25,7 +27,7 @@ log = logging.getLogger("ithaca")
 class Work:
     """What to attend to: whole lengths, and this rank's heads of Q and of K and V.
 
-    ``mask`` has four dims, and as many heads as this rank, or one.
+    ``shared``: other ranks attend to other heads of it. ``mask`` has four dims, and as many heads as this rank, or one.
     """
 
     request: Request
@@ -35,6 +37,7 @@ class Work:
     q_heads: Span
     kv_heads: Span
     group: int
+    shared: bool = True
 
     def run(self, backend: AttentionBackend, lane: Callable[[str], Tensor], here: str) -> Tensor:
         """The output in the backend's layout. ``lane`` gives this rank's heads of a role.
@@ -81,10 +84,10 @@ class Work:
         except IthacaError:
             raise
         except Exception as error:
-            raise ClosureError(f"{here}{name} raised {type(error).__name__}: {error}") from error
-        if not isinstance(out, Tensor):
+            raise ClosureError(f"{here}{name} raised {told(error)}") from error
+        if not is_tensor(out):
             raise ClosureError(f"{here}{name} was required to return a tensor; received {type(out).__name__}")
-        return out
+        return plain(out, f"{here}what {name} returns") if self.shared else out
 
     def _mask(self, part: Segment | None) -> Tensor | None:
         if self.mask is None or self.mask.shape[1] == 1:

@@ -6,10 +6,16 @@ whose keys are all masked has the sum zero.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from ithaca.errors import InvalidInputError
 from ithaca.geometry import Layout, Span
+
+
+def is_mask(dtype: torch.dtype) -> bool:
+    """Whether a mask may have this dtype."""
+    return dtype is torch.bool or dtype.is_floating_point
 
 
 def whole(mask: Tensor, batch: int, heads: int, q_len: int, kv_len: int, here: str, mine: Span) -> Tensor:

@@ -10,6 +10,7 @@ from typing import Any, TypedDict
 from torch import Tensor
 
 from ithaca.errors import InvalidInputError
+from ithaca.exchange.agreement import LARGEST_DIM
 from ithaca.geometry import Text
 from ithaca.heads import KEYS
 from ithaca.plan import OUT, ROLES
@@ -19,6 +20,7 @@ _LISTS = ("head_splits", "seq_splits", "kv_seq_splits")
 _FLAGS = ("kv_replicated", "mask_sharded", "causal", "text_first")
 #: Longer lists than this are told by their sum and a checksum.
 _LONGEST = 24
+_BOUND = f" (none may be above {LARGEST_DIM})"
 
 
 #: Which lanes are sent as bytes, and how.
@@ -85,6 +87,9 @@ class Options:
                 f"received {', '.join(strange)}"
             )
         values = {name: value for name, value in given.items() if name not in ("mask", "scale", "compress")}
+        for name in _LISTS:
+            if isinstance(values.get(name), list | tuple):
+                values[name] = tuple(values[name])  # read once
         options = cls(**values, compress=formats_of(given.get("compress")))
         options.check()
         return options
@@ -100,15 +105,15 @@ class Options:
     def check(self) -> None:
         for name in _LISTS:
             sizes = getattr(self, name)
-            if sizes is not None and not (
-                isinstance(sizes, list | tuple) and sizes and all(type(n) is int and n >= 0 for n in sizes)
-            ):
-                raise InvalidInputError(f"{name} was required to be one number >= 0 a rank; received {sizes!r}")
+            if sizes is not None and not (isinstance(sizes, tuple) and sizes and all(map(_is_size, sizes))):
+                raise InvalidInputError(f"{name} was required to be one number >= 0 a rank; received {sizes!r}{_BOUND}")
         for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):
                 raise InvalidInputError(f"{name} was required to be True or False; received {getattr(self, name)!r}")
-        if type(self.text_tokens) is not int or self.text_tokens < 0:
-            raise InvalidInputError(f"text_tokens was required to be a number >= 0; received {self.text_tokens!r}")
+        if not _is_size(self.text_tokens):
+            raise InvalidInputError(
+                f"text_tokens was required to be a number >= 0; received {self.text_tokens!r}{_BOUND}"
+            )
         if self.kv_replicated and self.kv_seq_splits is not None:
             raise InvalidInputError("kv_seq_splits were received for keys that every rank was said to hold whole")
 
@@ -150,11 +155,19 @@ def formats_of(compress: object) -> tuple[tuple[str, str], ...]:
     named = dict.fromkeys(ROLES, compress) if isinstance(compress, str) else compress
     if named is None:
         return ()
-    if not isinstance(named, Mapping) or any(r not in (*ROLES, OUT) or f not in FORMATS for r, f in named.items()):
+    formats: dict[Any, Any] = dict(named) if isinstance(named, Mapping) else {"": named}  # read once
+    if any(
+        role not in (*ROLES, OUT) or type(format) is not str or format not in FORMATS
+        for role, format in formats.items()
+    ):
         raise InvalidInputError(
             f"compress was required to be one of {FORMATS}, or such by role of {(*ROLES, OUT)}; received {compress!r}"
         )
-    return tuple((role, named[role]) for role in (*ROLES, OUT) if role in named)
+    return tuple((role, formats[role]) for role in (*ROLES, OUT) if role in formats)
+
+
+def _is_size(number: object) -> bool:
+    return type(number) is int and 0 <= number <= LARGEST_DIM
 
 
 def _short(sizes: Sequence[int]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,11 +12,25 @@ from torch import Tensor
 
 from ithaca.errors import InvalidInputError
 from ithaca.exchange.agreement import MAX_LANES, ROLE_NBYTES
+from ithaca.exchange.plain import is_tensor
 from ithaca.heads import KEYS, MASK
 from ithaca.plan import GATE, ROLES
+from ithaca.strategies import masks
 from ithaca.strategies.options import Options
 
-_GATE_NAME_NBYTES, _MOST_GATES = ROLE_NBYTES - len(GATE), MAX_LANES - len(ROLES)
+#: A header has room for these, and for a mask in shards.
+_GATE_NAME_NBYTES, _MOST_GATES = ROLE_NBYTES - len(GATE), MAX_LANES - len(ROLES) - 1
+_LARGEST_SCALE = sys.float_info.max
+
+
+def _names_gate(name: object) -> bool:
+    """What keeps the names of lanes apart in a header and in a compiled graph is not in it."""
+    return (
+        type(name) is str
+        and name.isprintable()
+        and not set(name) & {",", "/"}
+        and 0 < len(name.encode()) <= _GATE_NAME_NBYTES
+    )
 
 
 @dataclass(frozen=True)
@@ -30,31 +45,39 @@ class Request:
     @classmethod
     def of(cls, issue_order: Sequence[str] | None, gates: object, given: Mapping[str, Any]) -> Request:
         """Checked as far as it can be without a tensor of the call. Gates leave after V where nothing else is said."""
-        if not isinstance(gates, Mapping | None) or len(gates or ()) > _MOST_GATES:
+        if not isinstance(gates, Mapping | None):
+            raise InvalidInputError(f"gates were required to be tensors by name; received {type(gates).__name__}")
+        names = tuple(gates or ())
+        if len(names) > _MOST_GATES or not all(map(_names_gate, names)):
             raise InvalidInputError(
-                f"gates were required to be at most {_MOST_GATES} tensors by name; received {gates!r}"
+                f"at most {_MOST_GATES} gates were required, with names of 1 to {_GATE_NAME_NBYTES} bytes of printable "
+                f"text without comma and slash; received {names}"
             )
-        gates = gates or {}
-        if any(not isinstance(name, str) or not 0 < len(name.encode()) <= _GATE_NAME_NBYTES for name in gates):
-            raise InvalidInputError(
-                f"names of gates were required to have 1 to {_GATE_NAME_NBYTES} bytes; received {[*gates]}"
-            )
-        roles = (*ROLES, *(GATE + name for name in gates))
+        roles = (*ROLES, *(GATE + name for name in names))
         order = ("v", *roles[3:], "q", "k") if issue_order is None else issue_order
-        if not isinstance(order, Sequence) or sorted(map(str, order)) != sorted(roles):
+        order = tuple(order) if isinstance(order, Sequence) else order
+        if (
+            not isinstance(order, tuple)
+            or not all(type(role) is str for role in order)
+            or sorted(order) != sorted(roles)
+        ):
             raise InvalidInputError(f"issue_order was required to be a permutation of {roles}; received {order!r}")
         mask, scale = given.get("mask"), given.get("scale")
-        if not (mask is None or isinstance(mask, Tensor)) or not (scale is None or isinstance(scale, int | float)):
+        if not (mask is None or is_tensor(mask)) or not (scale is None or isinstance(scale, int | float)):
             raise InvalidInputError(
                 f"mask was required to be a tensor or None, and scale a number or None; "
                 f"received {type(mask).__name__} and {type(scale).__name__}"
             )
+        if scale is not None and not -_LARGEST_SCALE <= scale <= _LARGEST_SCALE:
+            raise InvalidInputError(f"scale was required to be a finite number; received {scale!r}")
+        if mask is not None and not masks.is_mask(mask.dtype):
+            raise InvalidInputError(f"mask was required to be boolean or floating-point; received {mask.dtype}")
         if mask is not None and mask.requires_grad and torch.is_grad_enabled():
             raise InvalidInputError("mask was required not to require grad: masks get no gradient")
         options = Options.of(given)
         if options.mask_sharded and mask is None:
             raise InvalidInputError("a mask was required of which this rank holds a shard; received None")
-        return cls(tuple(order), mask, None if scale is None else float(scale), options)
+        return cls(order, mask, None if scale is None else float(scale), options)
 
     def encode(self) -> str:
         """All but the mask and the scale as text, for a compiled graph."""

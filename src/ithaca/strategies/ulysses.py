@@ -25,6 +25,7 @@ from ithaca.errors import InvalidInputError, UnsupportedError
 from ithaca.exchange.choice import EXCHANGES, exchange_for
 from ithaca.exchange.interface import Exchange
 from ithaca.exchange.mesh import process_group
+from ithaca.exchange.refusal import told
 from ithaca.geometry import Splits
 from ithaca.heads import MASK
 from ithaca.plan import GATE
@@ -125,10 +126,11 @@ class UlyssesAttention:
 
         Raises an `IthacaError` on every rank of the group, within the deadline, whatever the fault and wherever.
         """
-        given = _lanes(q, k, v, gates, options)
-        request = _request(None, gates, options)
+        request, given = _read(None, q, k, v, gates, options)
         if torch.compiler.is_compiling():
-            return compiled.traced(self._tag, compiled.valid(request), given)
+            if isinstance(request, InvalidInputError):
+                return compiled.traced_refusal(self._tag, request, q)
+            return compiled.traced(self._tag, request, given)
         with self._entered(request, given) as call:
             call.send({role: given[role] for role in call.order})
             return call.attached(call.finish())
@@ -151,19 +153,22 @@ class UlyssesAttention:
         order changes no result. ``("q", "k", "v")``, with K and V of another length, is cross-attention.
         ``project_out`` is given the returned heads ``[B, S_local, H, D]`` while they still lie in the slot, and its
         result, which must not share memory with them, is returned: that saves the copy that the caller would get
-        otherwise. In grad mode, where autograd may keep what it is given, it is given that copy.
+        otherwise. In grad mode, where autograd may keep what it is given, it is given that copy, and runs after the
+        call: what it raises then is raised as it is.
         """
-        given = _lanes(compute_q, compute_k, compute_v, gates, options)
-        request = _request(issue_order, gates, options)
+        request, given = _read(issue_order, compute_q, compute_k, compute_v, gates, options)
         if torch.compiler.is_compiling():
-            return compiled.traced_async(self._tag, compiled.valid(request), given, project_out)
+            if isinstance(request, InvalidInputError):
+                return compiled.traced_refusal(self._tag, request, compute_q())
+            return compiled.traced_async(self._tag, request, given, project_out)
         with self._entered(request, given) as call:
             for role in call.order:
                 call.send({role: given[role]})
             if not torch.is_grad_enabled():
                 return call.finish(project_out)
             out = call.attached(call.finish())
-        return out if project_out is None else project_out(out)  # autograd may keep what it is given
+        # Autograd may keep what it is given, and end a checkpoint's recomputation in here by an exception of its own.
+        return out if project_out is None else project_out(out)
 
     def refuse(self, error: Exception) -> None:
         """Tell the peers that this rank left the calls that they are in or will enter next, and why."""
@@ -186,27 +191,37 @@ class UlyssesAttention:
     def _device(self, given: Mapping[str, object]) -> torch.device:
         """Where the tensors are; of closures that have not run, where the group's backend has its own."""
         for value in given.values():
-            if isinstance(value, Tensor):
-                return value.device
+            if type(value) in (Tensor, torch.nn.Parameter):
+                return value.device  # type: ignore[attr-defined, no-any-return]
         if self.ulysses_degree == 1 or isinstance(self._exchange, Exchange):
             return torch.device("cpu")
+        return self._home
+
+    @property
+    def _home(self) -> torch.device:
         return torch.device("cuda" if "cuda:nccl" in dist.get_backend_config(self.group) else "cpu")
 
     def _resolve(self, device: torch.device) -> Exchange:
         if isinstance(self._exchange, str):
+            if f"{device.type}:" not in dist.get_backend_config(self.group):
+                device = self._home  # the call refuses such tensors, where the other ranks learn of it
             self._exchange = exchange_for(self.group, self._exchange, device=device)
         return self._exchange
 
 
-def _lanes(q: Any, k: Any, v: Any, gates: Any, options: CallOptions) -> dict[str, Any]:
-    """What was given for each lane, by role."""
-    named = gates.items() if isinstance(gates, Mapping) else ()
-    return {"q": q, "k": k, "v": v, MASK: options.get("mask"), **{f"{GATE}{name}": gate for name, gate in named}}
+def _read(
+    issue_order: Any, q: Any, k: Any, v: Any, gates: Any, options: CallOptions
+) -> tuple[Request | InvalidInputError, dict[str, Any]]:
+    """What is asked for, or what is wrong with it, and what was given for each lane, by role.
 
-
-def _request(issue_order: Sequence[str] | None, gates: object, options: CallOptions) -> Request | InvalidInputError:
-    """What is asked for, or what is wrong with it: the other ranks must learn of that inside the call."""
+    Raises nothing: the other ranks must learn of it inside the call, whatever Python makes of what was given.
+    """
     try:
-        return Request.of(issue_order, gates, options)
+        gates = dict(gates) if isinstance(gates, Mapping) else gates  # read once
+        request = Request.of(issue_order, gates, options)
+        lanes = {"q": q, "k": k, "v": v, MASK: options.get("mask")}
+        return request, lanes | {GATE + name: gate for name, gate in (gates or {}).items()}
     except InvalidInputError as error:
-        return error
+        return error, {}
+    except Exception as error:
+        return InvalidInputError(f"what is asked of a call was required to be readable; it raised {told(error)}"), {}
