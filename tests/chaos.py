@@ -129,7 +129,7 @@ def at_step(attn: UlyssesAttention, exchange: str, step: int, act: Callable[[], 
         ex: Any = attn.exchange
         for name in ("agree", "all_to_all", "complete", "take", "give_back"):
             setattr(ex, name, before(getattr(ex, name)))
-        dist.batch_isend_irecv = before(dist.batch_isend_irecv)
+        dist.isend, dist.irecv = before(dist.isend), before(dist.irecv)
     return count
 
 

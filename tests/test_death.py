@@ -112,3 +112,22 @@ def leaves(rank: int) -> str:
 
 def test_a_rank_that_leaves_is_missed_by_the_next_call() -> None:
     assert "its exchange closed" in RankPool(2).run_tolerant(leaves, timeout=60)[0]  # type: ignore[operator]
+
+
+def dead_before_it_starts(rank: int) -> str:
+    """Rank 1 is gone, and its connections closed, before the others begin their next call."""
+    os.environ["ITHACA_TIMEOUT"] = str(DEADLINE)
+    attn = UlyssesAttention(SdpaBackend(), exchange="collective")
+    attention(rank, (3, 4, 5), attn)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(1)
+    with pytest.raises((PeerDiedError, PeerTimeoutError)) as raised:
+        attention(rank, (3, 4, 5), attn)
+    return str(raised.value)
+
+
+def test_the_collective_names_who_was_dead_before_the_call() -> None:
+    first, _, third = RankPool(3).run_tolerant(dead_before_it_starts, timeout=60)
+    for said in (first, third):
+        assert isinstance(said, str) and "its header of call 2 step 0 of rank(s) [1]" in said, said

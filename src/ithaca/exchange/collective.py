@@ -84,22 +84,35 @@ class CollectiveExchange(Exchange):
         """One round of headers, point to point, so that the rank that stays away can be named."""
         mine = torch.frombuffer(bytearray(header.encode()), dtype=torch.uint8).to(self.device)
         theirs = {r: torch.empty_like(mine) for r in range(self.world_size) if r != self.rank}
-        ops = [
-            dist.P2POp(op, tensor, group=self.group, tag=_TAG, group_peer=rank)
-            for rank, received in theirs.items()
-            for op, tensor in ((dist.isend, mine), (dist.irecv, received))
-        ]
         self.counters.header_rounds += 1
         what = f"its header of call {header.call} step {header.step}"
-        with self.expecting(tuple(theirs), what):
-            works = dist.batch_isend_irecv(ops) if ops else []  # torch takes no empty list
-        # One work an operation (gloo), or one for the whole batch (NCCL).
-        who = [(r,) for r in theirs for _ in range(2)] if len(works) == len(ops) else [tuple(theirs)] * len(works)
-        self._complete_all(list(zip(who, works, strict=True)), what)
+        self._complete_all(self._swap(mine, theirs, what), what)
         return [
             header if rank == self.rank else Header.decode(bytes(theirs[rank].tolist()), rank)
             for rank in range(self.world_size)
         ]
+
+    def _swap(self, mine: Tensor, theirs: dict[int, Tensor], what: str) -> list[tuple[tuple[int, ...], dist.Work]]:
+        """Start to send ``mine`` to every other rank and to receive its own; with each work, whom it is with."""
+        group = self.group
+        if self.device.type == "cpu":  # one by one: gloo refuses what is with a dead peer as it starts
+            works: list[tuple[tuple[int, ...], dist.Work]] = []
+            for rank, received in theirs.items():
+                with self.expecting((rank,), what):
+                    started = (
+                        dist.isend(mine, group=group, tag=_TAG, group_dst=rank),
+                        dist.irecv(received, group=group, tag=_TAG, group_src=rank),
+                    )
+                works += [((rank,), work) for work in started if work is not None]
+            return works
+        operations = [
+            dist.P2POp(op, tensor, group=group, tag=_TAG, group_peer=rank)
+            for rank, received in theirs.items()
+            for op, tensor in ((dist.isend, mine), (dist.irecv, received))
+        ]
+        everyone = tuple(theirs)
+        with self.expecting(everyone, what):  # NCCL gives one work for the whole batch; torch takes no empty one
+            return [(everyone, work) for work in (dist.batch_isend_irecv(operations) if operations else ())]
 
     def all_to_all(self, received: Tensor, sent: Tensor, sizes: Sequence[int], out_sizes: Sequence[int]) -> dist.Work:
         """Start one. Between CPU ranks it fails by itself at the deadline: gloo cannot take one back that nobody waits
