@@ -8,7 +8,16 @@ from cases import mine, one_rank, qkv
 from conftest import Run
 from torch import Tensor
 
-from ithaca import InvalidInputError, SdpaBackend, Splits, UlyssesAttention, exchange_for
+from ithaca import (
+    InvalidInputError,
+    Layout,
+    PeerRefusedError,
+    SdpaBackend,
+    Splits,
+    UlyssesAttention,
+    UnsupportedError,
+    exchange_for,
+)
 from ithaca.sharding import cut, gather
 
 TOKENS, SPLITS = 7, Splits((1, 4, 0, 2))
@@ -94,3 +103,46 @@ def attended_in_another_order(rank: int) -> None:
 @pytest.mark.full
 def test_a_model_may_shard_in_another_order(on_ranks: Run) -> None:
     on_ranks(4, attended_in_another_order)
+
+
+class Unspeakable(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no words")
+
+
+def refused(rank: int, want: str) -> None:
+    """What one rank cannot gather, or cannot say why, reaches the others at once; the next gather is right."""
+    exchange = exchange_for(want=want)
+    good = torch.full((1 + rank, 3), float(rank))
+    bad = {
+        "a dim too many": (good, 5),
+        "no tensor": ([good], 0),
+        "no dim": (good, "tokens"),
+        "sparse": (good.to_sparse(), 0),
+        "conjugate": (torch.complex(good, good).conj(), 0),
+        "on meta": (good.to("meta"), 0),
+    }
+    for what, (piece, dim) in bad.items():
+        error = (InvalidInputError, UnsupportedError) if rank == 1 else PeerRefusedError
+        with pytest.raises(error) as raised:
+            gather(piece, dim, exchange) if rank == 1 else gather(good, 0, exchange)
+        assert "rank 1" in str(raised.value), what
+        assert gather(good, 0, exchange)[:, 0].tolist() == [0.0, 1.0, 1.0], what
+
+    def unspeakable() -> None:
+        with exchange.call(("gather",), Layout.NHD, gathered=True) as call:
+            if rank:
+                raise Unspeakable
+            call.push(gather=good[None, :, None])
+            call.wait()
+
+    with pytest.raises(Unspeakable if rank else PeerRefusedError) as told:
+        unspeakable()
+    assert rank or "Unspeakable, whose text can't be had" in str(told.value)
+    assert gather(good, 0, exchange)[:, 0].tolist() == [0.0, 1.0, 1.0]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("want", ["slots", "collective"])
+def test_what_cannot_be_gathered_is_told(on_ranks: Run, want: str) -> None:
+    on_ranks(2, refused, want)

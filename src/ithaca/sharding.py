@@ -16,6 +16,8 @@ from torch.utils import _pytree as pytree
 
 from ithaca.errors import InvalidInputError
 from ithaca.exchange.interface import Exchange
+from ithaca.exchange.plain import plain
+from ithaca.exchange.refusal import known, told
 from ithaca.geometry import Layout, Span, Splits
 
 _GATHER = "gather"
@@ -56,12 +58,19 @@ def gather(piece: Tensor, dim: int, exchange: Exchange, order: Tensor | None = N
     ``order`` that they were cut in, as it was before; it is the caller's. Backward is collective, too: the gradient of
     a piece is the sum of those that the ranks have for it.
     """
-    if piece.is_complex():
-        dim = dim if dim >= 0 else dim + piece.dim()
-        return torch.view_as_complex(gather(torch.view_as_real(piece), dim, exchange, order).contiguous())
-    rows = piece.movedim(dim, 0)
+    try:
+        complex_piece = piece.is_complex()
+        rows = (torch.view_as_real(piece) if complex_piece else plain(piece, "a piece")).movedim(_dim(piece, dim), 0)
+        flat = rows.reshape(rows.shape[0], math.prod(rows.shape[1:]))
+    except Exception as error:
+        refused = InvalidInputError(
+            f"rank {exchange.rank}: gather was required to be given a tensor and one of its dims; "
+            f"received {type(piece).__name__} and {dim!r}, which raised {told(error)}"
+        )
+        exchange.refuse(told(refused))  # the peers are in the call, or on their way
+        known(refused)
+        raise refused from error
     terms = f"gather dim {dim} of {[*rows.shape[1:]]}"
-    flat = rows.reshape(rows.shape[0], math.prod(rows.shape[1:]))
     if flat.requires_grad and torch.is_grad_enabled():
         gathered: Tensor = _Gather.apply(flat, exchange, terms)  # type: ignore[no-untyped-call]
     else:
@@ -70,7 +79,13 @@ def gather(piece: Tensor, dim: int, exchange: Exchange, order: Tensor | None = N
     if order is not None:
         _check(order, tokens.shape[0], exchange.rank)
         tokens = tokens.index_select(0, order.argsort().to(tokens.device))
-    return tokens.movedim(0, dim)
+    whole = tokens.movedim(0, _dim(piece, dim))
+    return torch.view_as_complex(whole.contiguous()) if complex_piece else whole
+
+
+def _dim(tensor: Tensor, dim: int) -> int:
+    """``dim`` counted from the front, which a last dim of real and imaginary parts does not shift."""
+    return dim if dim >= 0 else dim + tensor.dim()
 
 
 def _gathered(rows: Tensor, exchange: Exchange, terms: str, *, grad: bool) -> tuple[Tensor, tuple[Span, ...]]:

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from ithaca.diffusers import caches, setting
 from ithaca.errors import ClosureError, IthacaError, UnsupportedError
+from ithaca.exchange.refusal import told
 from ithaca.geometry import Splits
 from ithaca.strategies.ulysses import UlyssesAttention
 
@@ -76,7 +77,7 @@ class Forward:
         error = sys.exc_info()[1]
         if error is None or error is handled or (isinstance(error, IthacaError) and error.group_knows):
             return
-        said = ClosureError(f"{type(model).__name__}.forward raised {type(error).__name__}: {error}")
+        said = ClosureError(f"{type(model).__name__}.forward raised {told(error)}")
         with contextlib.suppress(IthacaError):  # peers that are gone need not be told
             self.attention.refuse(said)
 

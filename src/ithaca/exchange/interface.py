@@ -42,7 +42,7 @@ from ithaca.exchange.counters import Counters
 from ithaca.exchange.lease import Lease
 from ithaca.exchange.plain import plain
 from ithaca.exchange.plan_builder import PlanBuilder
-from ithaca.exchange.refusal import Refusal, known
+from ithaca.exchange.refusal import Refusal, known, told
 from ithaca.exchange.sanitizer import watch_sources
 from ithaca.geometry import Layout, Span, Splits, Text
 from ithaca.heads import Heads
@@ -179,7 +179,7 @@ class Exchange(ABC):
 
     def _close(self, error: BaseException) -> None:
         if self._ended is None:
-            self._ended = f"{type(error).__name__}: {error}"
+            self._ended = told(error)
             self._shut(error)
             self._given_back = True
 
@@ -338,7 +338,7 @@ class Call(ABC):
         except Exception as error:
             # A copy that fails in the middle: what the peers have received by now is unknown.
             self._fatal = ExchangeClosedError(
-                f"rank {self._exchange.rank} could not go on with the exchange: {type(error).__name__}: {error}"
+                f"rank {self._exchange.rank} could not go on with the exchange: {told(error)}"
             )
             raise self._fatal from error
 
@@ -375,7 +375,7 @@ class Call(ABC):
             known(error)
         elif not self._last_step_taken:
             with contextlib.suppress(*AGREED):  # the verdict: this rank has the error that it came with
-                self._refuse(str(error) if isinstance(error, Refusal) else f"{type(error).__name__}: {error}")
+                self._refuse(str(error) if isinstance(error, Refusal) else told(error))
             known(error)
         self._drain()
 

@@ -24,6 +24,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ithaca.errors import IthacaError, UnsupportedError
 from ithaca.exchange.interface import Exchange
+from ithaca.exchange.refusal import told
 from ithaca.geometry import Layout, Span
 from ithaca.plan import OUT, TEXT_OUT, CallPlan, Lane, as_nhd
 
@@ -94,7 +95,7 @@ class GroupBackward(LocalBackward):
         except Exception as error:
             if not (isinstance(error, IthacaError) and error.group_knows):
                 with contextlib.suppress(IthacaError):
-                    self.exchange.refuse(f"backward of call {self.number} raised {type(error).__name__}: {error}")
+                    self.exchange.refuse(f"backward of call {self.number} raised {told(error)}")
             raise
         return self._bring_home(found)
 

@@ -173,7 +173,7 @@ class UlyssesAttention:
     def refuse(self, error: Exception) -> None:
         """Tell the peers that this rank left the calls that they are in or will enter next, and why."""
         if not compiled.leave(self._tag, error) and self.ulysses_degree > 1:
-            self.exchange.refuse(f"{type(error).__name__}: {error}")
+            self.exchange.refuse(told(error))
 
     # -- one call --------------------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ A descriptor belongs to a `FileIO`, closed once, however often it is asked, or w
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import io
 import os
@@ -30,6 +31,7 @@ from ithaca.exchange.meeting import Meeting
 from ithaca.exchange.peer_memory.handshake import Peer, connect_peers
 from ithaca.exchange.peer_memory.interface import Message, PeerMemory, Signal, Wait
 from ithaca.exchange.peer_memory.segment import Segment, allocate
+from ithaca.exchange.refusal import told
 from ithaca.plan import aligned
 
 _MESSAGE_NBYTES = 4096
@@ -368,12 +370,10 @@ class HostPeerMemory(PeerMemory):
     # -- the end ---------------------------------------------------------------------------------------------------
 
     def abort(self, error: BaseException) -> None:
-        message = _ABORT + _encode(f"{type(error).__name__}: {error}")
+        message = _ABORT + _encode(told(error))
         for peer in self._peers.values():
-            try:
+            with contextlib.suppress(OSError):  # gone, or not reading: its own deadline tells it
                 peer.socket.send(message)
-            except OSError:
-                continue  # gone, or not reading: its own deadline tells it
 
     def interrupt(self) -> None:
         self._ended = True
