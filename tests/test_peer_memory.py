@@ -20,11 +20,11 @@ from torch.distributed import HashStore
 
 from ithaca import CorruptHeaderError, IthacaError, PeerDiedError, PeerTimeoutError
 from ithaca.exchange.agreement import Header
-from ithaca.exchange.meeting import Meeting
 from ithaca.exchange.peer_memory.handshake import Peer, connect_peers
 from ithaca.exchange.peer_memory.host import HostPeerMemory
 from ithaca.exchange.peer_memory.interface import Message, Signal, Wait
 from ithaca.exchange.peer_memory.segment import Segment, allocate
+from ithaca.exchange.rendezvous import Rendezvous
 
 pytestmark = pytest.mark.fast
 
@@ -35,8 +35,8 @@ def connected(timeout: float = 5.0) -> Pair:
     store = HashStore()
 
     def one(rank: int) -> HostPeerMemory:
-        with Meeting(store, "key", rank, 2, timeout) as meeting:
-            return HostPeerMemory.connect(meeting)
+        with Rendezvous(store, "key", rank, 2, timeout) as rendezvous:
+            return HostPeerMemory.connect(rendezvous)
 
     with ThreadPoolExecutor(2) as pool:
         first, second = pool.map(one, range(2))
@@ -173,8 +173,8 @@ def test_strangers_are_hung_up_on(says: str) -> None:
     store = HashStore()
 
     def one(rank: int) -> dict[int, Peer]:
-        with Meeting(store, "key", rank, 2, 20.0) as meeting:
-            return connect_peers(meeting)
+        with Rendezvous(store, "key", rank, 2, 20.0) as rendezvous:
+            return connect_peers(rendezvous)
 
     with ThreadPoolExecutor(2) as pool:
         waiting = pool.submit(one, 0)

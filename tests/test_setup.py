@@ -22,8 +22,8 @@ from conftest import Run
 from ithaca import ExchangeUnavailableError, IthacaError, SdpaBackend, UlyssesAttention, exchange_for, run_ranks
 from ithaca.exchange import choice
 from ithaca.exchange.interface import Exchange
-from ithaca.exchange.meeting import Meeting
 from ithaca.exchange.peer_memory import handshake, host
+from ithaca.exchange.rendezvous import Rendezvous
 
 pytestmark = [pytest.mark.full, pytest.mark.alone]
 
@@ -82,7 +82,7 @@ def failing(where: str, error: BaseException) -> Callable[[], None]:
         "when a peer is there": (handshake, "_peer"),
         "after the hand-shake": (host.HostPeerMemory, "__init__"),
         "for want of a thread": (threading.Thread, "start"),
-        "when it would be ready": (Meeting, "conclude"),
+        "when it would be ready": (Rendezvous, "conclude"),
     }[where]
     true = getattr(owner, name)
 

@@ -23,8 +23,8 @@ from ithaca import (
     exchange_for,
 )
 from ithaca.exchange import choice
-from ithaca.exchange.meeting import Meeting
 from ithaca.exchange.peer_memory import handshake, host
+from ithaca.exchange.rendezvous import Rendezvous
 
 pytestmark = [pytest.mark.full, pytest.mark.alone]
 
@@ -32,7 +32,7 @@ pytestmark = [pytest.mark.full, pytest.mark.alone]
 DEADLINE = 20.0
 STEPS: dict[str, tuple[Any, str]] = {
     "before it says anything": (choice, "host_facts"),
-    "after its facts": (Meeting, "until"),
+    "after its facts": (Rendezvous, "until"),
     "after the choice": (choice, "choose"),
     "before its address": (host, "connect_peers"),
     "after its address": (handshake, "_Callers"),

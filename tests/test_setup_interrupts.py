@@ -24,9 +24,9 @@ from torch.distributed import HashStore
 
 import ithaca
 from ithaca import IthacaError
-from ithaca.exchange.meeting import Meeting
 from ithaca.exchange.peer_memory import handshake
 from ithaca.exchange.peer_memory.host import HostPeerMemory
+from ithaca.exchange.rendezvous import Rendezvous
 from ithaca.exchange.slots import SlotExchange
 
 pytestmark = [pytest.mark.full, pytest.mark.filterwarnings("ignore::ResourceWarning")]
@@ -136,10 +136,10 @@ def test_an_interrupted_set_up_leaves_nothing_and_is_told() -> None:
     before = open_files()
 
     def one(store: HashStore, rank: int) -> HostPeerMemory:
-        with Meeting(store, "key", rank, 2, 20.0) as meeting:
-            memory = HostPeerMemory.connect(meeting)
+        with Rendezvous(store, "key", rank, 2, 20.0) as rendezvous:
+            memory = HostPeerMemory.connect(rendezvous)
             try:
-                meeting.conclude()
+                rendezvous.conclude()
             except BaseException:
                 memory.close()
                 raise
@@ -155,7 +155,7 @@ def test_an_interrupted_set_up_leaves_nothing_and_is_told() -> None:
             if memory is not None:
                 memory.close()
             # Interrupted before the attempt had begun, it has told nobody: let the other go.
-            with contextlib.suppress(KeyboardInterrupt), Meeting(store, "key", line % 2, 2, 20.0):
+            with contextlib.suppress(KeyboardInterrupt), Rendezvous(store, "key", line % 2, 2, 20.0):
                 raise KeyboardInterrupt
             try:
                 other.result().close()
@@ -176,18 +176,18 @@ def test_a_crowd_of_callers_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> No
     store = HashStore()
 
     def one(rank: int) -> HostPeerMemory:
-        with Meeting(store, "key", rank, 2, 10.0) as meeting:
-            return HostPeerMemory.connect(meeting)
+        with Rendezvous(store, "key", rank, 2, 10.0) as rendezvous:
+            return HostPeerMemory.connect(rendezvous)
 
     true = handshake._call
 
-    def call(meeting: Meeting, other: int, facts: Any, opened: contextlib.ExitStack) -> handshake.Peer:
+    def call(rendezvous: Rendezvous, other: int, facts: Any, opened: contextlib.ExitStack) -> handshake.Peer:
         with contextlib.suppress(BlockingIOError):
             while True:
                 crowd.append(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
                 crowd[-1].setblocking(False)
                 crowd[-1].connect(facts["address"])
-        return true(meeting, other, facts, opened)
+        return true(rendezvous, other, facts, opened)
 
     crowd: list[socket.socket] = []
     monkeypatch.setattr(handshake, "_call", call)
@@ -203,8 +203,8 @@ def test_a_crowd_of_callers_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> No
 def slowly(callers: Any) -> Any:
     """Rank 0 is not there to accept for a while."""
 
-    def made(meeting: Meeting, *args: Any) -> Any:
-        time.sleep(0.5 * (1 - meeting.rank))
-        return callers(meeting, *args)
+    def made(rendezvous: Rendezvous, *args: Any) -> Any:
+        time.sleep(0.5 * (1 - rendezvous.rank))
+        return callers(rendezvous, *args)
 
     return made

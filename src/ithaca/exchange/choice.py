@@ -24,10 +24,10 @@ from ithaca.errors import ExchangeUnavailableError, InvalidInputError, IthacaErr
 from ithaca.exchange.collective import CollectiveExchange
 from ithaca.exchange.copy_stream import COPY_MODES
 from ithaca.exchange.interface import Exchange
-from ithaca.exchange.meeting import Meeting
 from ithaca.exchange.mesh import process_group
 from ithaca.exchange.peer_memory.host import HostPeerMemory
 from ithaca.exchange.peer_memory.probe import NEEDS, lacking
+from ithaca.exchange.rendezvous import Rendezvous
 from ithaca.exchange.slots import SlotExchange
 from ithaca.version import __version__
 
@@ -105,9 +105,9 @@ class _GroupState:
 
     chosen: dict[tuple[str, str, str], Exchange] = field(default_factory=dict)
     made: dict[str, Exchange] = field(default_factory=dict)
-    #: Counts the meetings of the group: those that this rank was in, and those that failed before it came.
-    meetings: int = 0
-    #: Whether this rank left a meeting that the others took for a success.
+    #: Counts the attempts to set one up: those that this rank was in, and those that failed before it came.
+    attempts: int = 0
+    #: Whether this rank left an attempt that the others took for a success.
     left_behind: bool = False
 
 
@@ -144,27 +144,27 @@ def exchange_for(
 
 
 def _make(pg: dist.ProcessGroup, state: _GroupState, want: str, copy: str, device: torch.device) -> Exchange:
-    with _next_meeting(pg, state) as meeting:
+    with _next_attempt(pg, state) as rendezvous:
         said = {**host_facts(), "want": want, "copy": copy, "device": device.type, "version": __version__}
         said["backend"] = dist.get_backend_config(pg)
 
         def watch(rank: int, theirs: dict[str, Any]) -> None:
             if not _hindrance([said, theirs]):  # else its process number means nothing here
-                meeting.watch(rank, theirs["pid"])
+                rendezvous.watch(rank, theirs["pid"])
 
-        kind, reason = choose(meeting.share("choice", said, "the choice of an exchange", watch))
+        kind, reason = choose(rendezvous.share("choice", said, "the choice of an exchange", watch))
         made = f"{kind} {copy}" if kind == "slots" else f"{kind} {device}"
         if made in state.made:
-            meeting.conclude()
+            rendezvous.conclude()
             return state.made[made]
         exchange: Exchange | None = None
         try:
             if kind == "slots":
-                exchange = SlotExchange(HostPeerMemory.connect(meeting), meeting.timeout, copy)
+                exchange = SlotExchange(HostPeerMemory.connect(rendezvous), rendezvous.timeout, copy)
             else:
-                exchange = CollectiveExchange(pg, device, meeting.timeout)
+                exchange = CollectiveExchange(pg, device, rendezvous.timeout)
             exchange.reason = reason
-            meeting.conclude()
+            rendezvous.conclude()
             state.made[made] = exchange
             weakref.finalize(pg, exchange.destroy)  # runs at the interpreter's exit too
         except BaseException:
@@ -177,8 +177,8 @@ def _make(pg: dist.ProcessGroup, state: _GroupState, want: str, copy: str, devic
 
 
 @contextlib.contextmanager
-def _next_meeting(pg: dist.ProcessGroup, state: _GroupState) -> Iterator[Meeting]:
-    """The next meeting of the group. One that failed before this rank came is an error here too, once and at once."""
+def _next_attempt(pg: dist.ProcessGroup, state: _GroupState) -> Iterator[Rendezvous]:
+    """The next attempt of the group. One that failed before this rank came is an error here too, once and at once."""
     rank, world_size, timeout = dist.get_rank(pg), dist.get_world_size(pg), deadline_seconds()
     if state.left_behind:
         raise ExchangeUnavailableError(
@@ -190,16 +190,16 @@ def _next_meeting(pg: dist.ProcessGroup, state: _GroupState) -> Iterator[Meeting
         raise ExchangeUnavailableError(f"a process group with a store was required on rank {rank}: {error}") from error
     missed: IthacaError | None = None
     while True:
-        meeting = Meeting(store, f"ithaca/exchange/{state.meetings}", rank, world_size, timeout)
-        if not meeting.is_over():
+        rendezvous = Rendezvous(store, f"ithaca/exchange/{state.attempts}", rank, world_size, timeout)
+        if not rendezvous.is_over():
             break
-        missed = meeting.why() or missed
-        state.meetings += 1
+        missed = rendezvous.why() or missed
+        state.attempts += 1
     if missed is not None:
         raise missed
-    state.meetings += 1
+    state.attempts += 1
     try:
-        with meeting:
-            yield meeting
+        with rendezvous:
+            yield rendezvous
     finally:
-        state.left_behind = meeting.left_behind
+        state.left_behind = rendezvous.left_behind

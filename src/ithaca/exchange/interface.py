@@ -363,7 +363,7 @@ class Call(ABC):
         try:
             with torch.inference_mode(False), torch.no_grad():
                 self._go_on_without(error)
-        except BaseException as fatal:  # peers that do not come to the meeting: nothing to agree on any more
+        except BaseException as fatal:  # peers that do not come to it: nothing to agree on any more
             exchange._close(fatal)
             if not isinstance(fatal, Exception):
                 raise

@@ -16,7 +16,7 @@ import struct
 from dataclasses import dataclass
 
 from ithaca.errors import ExchangeUnavailableError
-from ithaca.exchange.meeting import Facts, Meeting
+from ithaca.exchange.rendezvous import Facts, Rendezvous
 
 _HELLO = struct.Struct("<I32s")  # rank, nonce of the rank that is called
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
@@ -40,7 +40,7 @@ class Peer:
         self.process.close()
 
 
-def connect_peers(meeting: Meeting) -> dict[int, Peer]:
+def connect_peers(rendezvous: Rendezvous) -> dict[int, Peer]:
     """Connect to every other rank of the group. Collective; whatever fails, nothing stays open."""
     peers: dict[int, Peer] = {}
     with contextlib.ExitStack() as opened, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
@@ -49,19 +49,19 @@ def connect_peers(meeting: Meeting) -> dict[int, Peer]:
         listener.bind(address)
         listener.listen(socket.SOMAXCONN)  # anybody on this host can call, and be in the way
         mine = {"address": address, "nonce": nonce, "pid": os.getpid()}
-        facts = meeting.share(
-            "address", mine, "its socket address", lambda rank, theirs: meeting.watch(rank, theirs["pid"])
+        facts = rendezvous.share(
+            "address", mine, "its socket address", lambda rank, theirs: rendezvous.watch(rank, theirs["pid"])
         )
-        callers = _Callers(meeting, listener, nonce, facts, opened)
-        for other in range(meeting.rank):
-            peers[other] = _call(meeting, other, facts[other], opened)
-        meeting.until(callers.are_here, "a connection", callers.missing, callers.wakers)
+        callers = _Callers(rendezvous, listener, nonce, facts, opened)
+        for other in range(rendezvous.rank):
+            peers[other] = _call(rendezvous, other, facts[other], opened)
+        rendezvous.until(callers.are_here, "a connection", callers.missing, callers.wakers)
         peers.update(callers.peers)
         opened.pop_all()
     return peers
 
 
-def _call(meeting: Meeting, other: int, facts: Facts, opened: contextlib.ExitStack) -> Peer:
+def _call(rendezvous: Rendezvous, other: int, facts: Facts, opened: contextlib.ExitStack) -> Peer:
     connection = opened.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
     connection.setblocking(False)
 
@@ -72,23 +72,30 @@ def _call(meeting: Meeting, other: int, facts: Facts, opened: contextlib.ExitSta
             return False
         return True
 
-    meeting.until(connected, "room for one more caller", {other})
+    rendezvous.until(connected, "room for one more caller", {other})
     if peer_of(connection) != (facts["pid"], os.getuid()):
-        raise ExchangeUnavailableError(f"rank {meeting.rank} reached a process that is not rank {other} at its address")
+        raise ExchangeUnavailableError(
+            f"rank {rendezvous.rank} reached a process that is not rank {other} at its address"
+        )
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # gone again, which is told by other means
-        connection.send(_HELLO.pack(meeting.rank, facts["nonce"].encode()))
-    return _peer(meeting, other, connection, opened)
+        connection.send(_HELLO.pack(rendezvous.rank, facts["nonce"].encode()))
+    return _peer(rendezvous, other, connection, opened)
 
 
 class _Callers:
     """Those who call this rank: the ranks above it, and strangers, who are hung up on, not obeyed."""
 
     def __init__(
-        self, meeting: Meeting, listener: socket.socket, nonce: str, facts: list[Facts], opened: contextlib.ExitStack
+        self,
+        rendezvous: Rendezvous,
+        listener: socket.socket,
+        nonce: str,
+        facts: list[Facts],
+        opened: contextlib.ExitStack,
     ) -> None:
-        self._meeting, self._listener, self._nonce, self._facts = meeting, listener, nonce.encode(), facts
+        self._rendezvous, self._listener, self._nonce, self._facts = rendezvous, listener, nonce.encode(), facts
         self._opened = opened
-        self.missing = set(range(meeting.rank + 1, meeting.world_size))
+        self.missing = set(range(rendezvous.rank + 1, rendezvous.world_size))
         self.peers: dict[int, Peer] = {}
         #: The listener, and connections from processes that are expected, which have not said a word yet.
         self.wakers = [listener]
@@ -127,7 +134,7 @@ class _Callers:
                 and secrets.compare_digest(said, self._nonce)
                 and peer_of(connection) == (self._facts[caller]["pid"], os.getuid())
             ):
-                self.peers[caller] = _peer(self._meeting, caller, connection, self._opened)
+                self.peers[caller] = _peer(self._rendezvous, caller, connection, self._opened)
                 self.missing.discard(caller)
                 return
         connection.close()
@@ -140,7 +147,7 @@ def peer_of(connection: socket.socket) -> tuple[int, int]:
     return pid, uid
 
 
-def _peer(meeting: Meeting, rank: int, connection: socket.socket, opened: contextlib.ExitStack) -> Peer:
-    peer = Peer(rank, connection, meeting.process(rank))
+def _peer(rendezvous: Rendezvous, rank: int, connection: socket.socket, opened: contextlib.ExitStack) -> Peer:
+    peer = Peer(rank, connection, rendezvous.process(rank))
     opened.callback(peer.close)
     return peer

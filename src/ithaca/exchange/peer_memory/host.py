@@ -27,11 +27,11 @@ from torch import Tensor
 
 from ithaca import errors
 from ithaca.errors import ExchangeClosedError, GrowthError, IthacaError, PeerDiedError, PeerTimeoutError
-from ithaca.exchange.meeting import Meeting
 from ithaca.exchange.peer_memory.handshake import Peer, connect_peers
 from ithaca.exchange.peer_memory.interface import Message, PeerMemory, Signal, Wait
 from ithaca.exchange.peer_memory.segment import Segment, allocate
 from ithaca.exchange.refusal import told
+from ithaca.exchange.rendezvous import Rendezvous
 from ithaca.plan import aligned
 
 _MESSAGE_NBYTES = 4096
@@ -89,11 +89,11 @@ class HostPeerMemory(PeerMemory):
         self._closing = threading.RLock()  # a collector may run the end of this object inside `signal`
 
     @classmethod
-    def connect(cls, meeting: Meeting) -> HostPeerMemory:
-        """One for each rank that takes part in ``meeting``."""
-        peers = connect_peers(meeting)
+    def connect(cls, rendezvous: Rendezvous) -> HostPeerMemory:
+        """One for each rank that takes part in ``rendezvous``."""
+        peers = connect_peers(rendezvous)
         try:
-            return cls(meeting.rank, meeting.world_size, peers, meeting.timeout)
+            return cls(rendezvous.rank, rendezvous.world_size, peers, rendezvous.timeout)
         except BaseException:
             for peer in peers.values():
                 peer.close()

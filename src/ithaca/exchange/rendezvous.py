@@ -34,7 +34,7 @@ _LISTEN = 0.5
 Facts = dict[str, Any]
 
 
-class Meeting:
+class Rendezvous:
     """Use as a ``with`` block: whatever leaves it as an error ends the attempt, on every rank.
 
     ``name`` is the prefix of its keys in the store, equal on all ranks and used for one attempt only. ``timeout``
@@ -145,7 +145,7 @@ class Meeting:
             if verdict != _FINE:
                 raise self._told(verdict)
 
-    def __enter__(self) -> Meeting:
+    def __enter__(self) -> Rendezvous:
         return self
 
     def __exit__(
