@@ -34,12 +34,14 @@ from ithaca.exchange.lease import Lease
 from ithaca.geometry import Layout, Splits
 from ithaca.launch import RankPool, run_ranks
 from ithaca.plan import CallPlan, Lane
+from ithaca.strategies.options import CallOptions
 from ithaca.strategies.ulysses import UlyssesAttention
 from ithaca.version import __version__
 
 __all__ = [
     # one attention layer across ranks
     "UlyssesAttention",
+    "CallOptions",
     "parallelize",
     "run_ranks",
     "RankPool",
